@@ -1,0 +1,70 @@
+"""The receipt: what happened in one request, in counts that add up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Treatment = Literal["exact", "slid", "corrected", "fresh"]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one request reused and computed.
+
+    `exact_tokens + slid_tokens + fresh_tokens == prompt_tokens`; corrected tokens are slid tokens that were computed
+    again, so `cache_read_tokens` leaves them out. A fallback's tokens are counted as what really happened to them.
+
+    Attributes:
+        policy: The policy that was asked for.
+        fallback: Why less was reused than the policy allows, or None.
+        prompt_tokens: Tokens of the prompt.
+        exact_tokens: Tokens read from untainted pages of the same prefix.
+        slid_tokens: Tokens whose KV came from an earlier turn, corrected ones included.
+        corrected_tokens: Slid tokens that were computed again.
+        fresh_tokens: Tokens computed without any cached copy.
+        generated_tokens: Tokens of the answer.
+        pages_loaded: Pages read from a lower tier.
+        pages_spilled: Pages written to a lower tier on behalf of this request.
+        treatments: Runs of prompt tokens with one treatment, as (start, stop, treatment), partitioning the prompt.
+        queue_seconds: Waiting for earlier requests.
+        plan_seconds: Matching and planning.
+        ttft_seconds: From the start of the request's turn on the engine to its first token.
+        total_seconds: From the start of the request's turn on the engine to its last token.
+        finish_reason: `stop`, `length` or `cancelled`; None while running.
+        session: The session that the request belonged to, or None.
+    """
+
+    policy: str
+    fallback: str | None
+    prompt_tokens: int
+    exact_tokens: int
+    slid_tokens: int
+    corrected_tokens: int
+    fresh_tokens: int
+    generated_tokens: int = 0
+    pages_loaded: int = 0
+    pages_spilled: int = 0
+    treatments: tuple[tuple[int, int, Treatment], ...] = ()
+    queue_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    ttft_seconds: float = 0.0
+    total_seconds: float = 0.0
+    finish_reason: Literal["stop", "length", "cancelled"] | None = None
+    session: str | None = None
+
+    @property
+    def cache_read_tokens(self) -> int:
+        """Prompt tokens that were not computed: exact + slid − corrected."""
+        return self.exact_tokens + self.slid_tokens - self.corrected_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were computed: fresh + corrected."""
+        return self.fresh_tokens + self.corrected_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """The receipt as plain JSON values, with the derived counts."""
+        fields = asdict(self)
+        fields["treatments"] = [list(run) for run in self.treatments]
+        return {**fields, "cache_read_tokens": self.cache_read_tokens, "computed_tokens": self.computed_tokens}
