@@ -1,0 +1,58 @@
+"""The engine: paged KV, reuse across turns, generation. It knows no agent framework.
+
+Names are imported on first use, so `import cacheslide_agents.engine` loads no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from .config import EngineConfig, SamplingParams
+    from .engine import Engine
+    from .errors import (
+        CacheFolderError,
+        CacheSlideError,
+        ConfigError,
+        ContextLengthError,
+        EngineClosedError,
+        ModelError,
+        ModelNotInstalledError,
+        PromptError,
+        RequestCancelledError,
+        UnsupportedModelError,
+    )
+    from .receipt import Receipt
+    from .segments import Prompt, Segment
+
+__all__ = [
+    "CacheFolderError",
+    "CacheSlideError",
+    "ConfigError",
+    "ContextLengthError",
+    "Engine",
+    "EngineClosedError",
+    "EngineConfig",
+    "ModelError",
+    "ModelNotInstalledError",
+    "Prompt",
+    "PromptError",
+    "Receipt",
+    "RequestCancelledError",
+    "SamplingParams",
+    "Segment",
+    "UnsupportedModelError",
+]
+
+if not TYPE_CHECKING:
+    _HOMES = {
+        "Engine": f"{__name__}.engine",
+        "EngineConfig": f"{__name__}.config",
+        "Prompt": f"{__name__}.segments",
+        "Receipt": f"{__name__}.receipt",
+        "SamplingParams": f"{__name__}.config",
+        "Segment": f"{__name__}.segments",
+    }
+    __getattr__, __dir__ = lazy_names(__name__, {name: _HOMES.get(name, f"{__name__}.errors") for name in __all__})
