@@ -1,11 +1,13 @@
-"""Engine and sampling settings. Unknown settings are refused; nothing here touches a model."""
+"""Engine and sampling settings: frozen, unknown settings refused. Nothing here touches a model or needs a package."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from typing import Any, Literal, Self, TypeVar, dataclass_transform, get_args
 
 from .errors import ConfigError
 
@@ -13,29 +15,33 @@ PAGE_TOKENS = 16
 """Tokens in one page (DESIGN: a page is K and V of 16 tokens of one layer)."""
 
 PolicyName = Literal["recompute", "prefix", "slide"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "sdpa", "flash"]
+
+S = TypeVar("S", bound=type)
 
 
-class Settings(BaseModel):
-    """Base of every settings model: frozen, unknown keys refused, errors as `ConfigError`."""
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def settings(cls: S) -> S:
+    """Makes a frozen, keyword-only dataclass that names the settings it has when it is given one it has not."""
+    made: Any = dataclass(frozen=True, kw_only=True)(cls)
+    build = made.__init__
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    @wraps(build)
+    def __init__(self: Any, **values: Any) -> None:
+        known = [field.name for field in fields(made)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"{made.__name__} has no setting {name!r}; it has {', '.join(known)}")
+        build(self, **values)
 
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(_explain(type(self), error)) from None
-
-    def with_changes(self, **changes: Any) -> Any:
-        """A validated copy with some settings replaced.
-
-        Raises:
-            ConfigError: A setting does not exist or a value is outside its limits.
-        """
-        return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+    made.__init__ = __init__
+    checked: S = made
+    return checked
 
 
-class EngineConfig(Settings):
+@settings
+class EngineConfig:
     """How an engine is loaded and how it reuses.
 
     Attributes:
@@ -59,31 +65,51 @@ class EngineConfig(Settings):
 
     model: str | Path | None = None
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: DtypeName = "auto"
     policy: PolicyName = "slide"
-    correction_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.10
-    min_slide_tokens: Annotated[int, Field(ge=1)] = PAGE_TOKENS
-    max_hops: Annotated[int, Field(ge=0, le=255)] = 20
+    correction_share: float = 0.10
+    min_slide_tokens: int = PAGE_TOKENS
+    max_hops: int = 20
     share_slid: bool = False
-    namespace: Annotated[str, Field(min_length=1)] = "default"
-    max_context_tokens: Annotated[int, Field(ge=2)] | None = None
-    pool_tokens: Annotated[int, Field(ge=PAGE_TOKENS)] | None = None
-    pool_share: Annotated[float, Field(gt=0.0, le=0.95)] = 0.25
-    prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 2048
-    attention: Literal["auto", "sdpa", "flash"] = "auto"
+    namespace: str = "default"
+    max_context_tokens: int | None = None
+    pool_tokens: int | None = None
+    pool_share: float = 0.25
+    prefill_chunk_tokens: int = 2048
+    attention: AttentionName = "auto"
     cache_dir: Path | None = None
     offline: bool = False
 
-    @field_validator("device")
-    @classmethod
-    def _known_device(cls, device: str) -> str:
-        name, _, index = device.partition(":")
-        if name not in ("auto", "cpu", "cuda") or (index and not (name == "cuda" and index.isdigit())):
-            raise ValueError("use auto, cpu, cuda or cuda:N")
-        return device
+    def __post_init__(self) -> None:
+        check = _Checks(self)
+        check.text("model", "cache_dir", optional=True, path=True)
+        check.text("device", "namespace")
+        check.one_of("dtype", get_args(DtypeName))
+        check.one_of("policy", get_args(PolicyName))
+        check.one_of("attention", get_args(AttentionName))
+        check.number("correction_share", 0.0, 1.0)
+        check.number("pool_share", 0.0, 0.95, open_low=True)
+        check.count("min_slide_tokens", 1)
+        check.count("max_hops", 0, 255)
+        check.count("prefill_chunk_tokens", 1)
+        check.count("max_context_tokens", 2, optional=True)
+        check.count("pool_tokens", PAGE_TOKENS, optional=True)
+        check.flag("share_slid", "offline")
+        kind, _, index = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+            check.refuse("device", "use auto, cpu, cuda or cuda:N")
+
+    def with_changes(self, **changes: Any) -> Self:
+        """A checked copy with some settings replaced.
+
+        Raises:
+            ConfigError: A setting does not exist or a value is outside its limits.
+        """
+        return replace(self, **changes)
 
 
-class SamplingParams(Settings):
+@settings
+class SamplingParams:
     """How an answer is sampled.
 
     Attributes:
@@ -100,37 +126,90 @@ class SamplingParams(Settings):
         ignore_eos: Go on past the model's own stop tokens.
     """
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = 256
-    temperature: Annotated[float, Field(ge=0.0)] = 0.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    repetition_penalty: Annotated[float, Field(gt=0.0)] = 1.0
-    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    max_tokens: int | None = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _stop_strings(cls, stop: Any) -> Any:
-        if stop is None:
-            return ()
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        if any(string == "" for string in strings):
-            raise ValueError("a stop string must not be empty")
-        return strings
+    def __post_init__(self) -> None:
+        check = _Checks(self)
+        check.count("max_tokens", 1, optional=True)
+        check.number("temperature", 0.0)
+        check.count("top_k", 0)
+        check.number("top_p", 0.0, 1.0, open_low=True)
+        check.number("repetition_penalty", 0.0, open_low=True)
+        check.number("presence_penalty", -2.0, 2.0)
+        check.number("frequency_penalty", -2.0, 2.0)
+        check.count("seed", -(2**63), 2**63 - 1, optional=True)
+        check.flag("ignore_eos")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(string, str) and string for string in stop):
+            check.refuse("stop", "give one or several non-empty strings")
+        object.__setattr__(self, "stop", stop)
+        token_ids = tuple(self.stop_token_ids or ())
+        if not all(_is_count(token_id) and token_id >= 0 for token_id in token_ids):
+            check.refuse("stop_token_ids", "give token ids")
+        object.__setattr__(self, "stop_token_ids", token_ids)
+
+    def with_changes(self, **changes: Any) -> Self:
+        """A checked copy with some settings replaced.
+
+        Raises:
+            ConfigError: A setting does not exist or a value is outside its limits.
+        """
+        return replace(self, **changes)
 
 
-def _explain(model: type[BaseModel], error: ValidationError) -> str:
-    """One line per wrong setting: its name, the value, what is allowed."""
-    lines = []
-    for detail in error.errors():
-        name = ".".join(str(part) for part in detail["loc"])
-        if detail["type"] == "extra_forbidden":
-            known = ", ".join(model.model_fields)
-            lines.append(f"{model.__name__} has no setting {name!r}; it has {known}")
-        else:
-            lines.append(f"{model.__name__}.{name} = {detail['input']!r}: {detail['msg']}")
-    return "; ".join(lines)
+class _Checks:
+    """Checks the values of one settings object; every refusal names the setting, its value and what is allowed."""
+
+    def __init__(self, settings: Any) -> None:
+        self._settings = settings
+
+    def refuse(self, name: str, remedy: str) -> None:
+        raise ConfigError(f"{type(self._settings).__name__}.{name} = {getattr(self._settings, name)!r}: {remedy}")
+
+    def one_of(self, name: str, allowed: Iterable[str]) -> None:
+        if getattr(self._settings, name) not in tuple(allowed):
+            self.refuse(name, f"use one of {', '.join(allowed)}")
+
+    def text(self, *names: str, optional: bool = False, path: bool = False) -> None:
+        for name in names:
+            value = getattr(self._settings, name)
+            if value is None and optional:
+                continue
+            if not isinstance(value, (str, Path) if path else str) or not str(value):
+                self.refuse(name, "give a non-empty text")
+
+    def flag(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self._settings, name), bool):
+                self.refuse(name, "use True or False")
+
+    def count(self, name: str, low: int, high: int | None = None, *, optional: bool = False) -> None:
+        value = getattr(self._settings, name)
+        if value is None and optional:
+            return
+        if not _is_count(value) or value < low or (high is not None and value > high):
+            self.refuse(name, f"use a whole number {_range(low, high)}")
+
+    def number(self, name: str, low: float, high: float | None = None, *, open_low: bool = False) -> None:
+        value = getattr(self._settings, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < low or (open_low and value == low) or (high is not None and value > high):
+            self.refuse(name, f"use a number {'above' if open_low else 'from'} {low}" + (f" to {high}" if high else ""))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _range(low: int, high: int | None) -> str:
+    return f"from {low} to {high}" if high is not None else f"of at least {low}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -66,3 +66,14 @@ class Plan:
         """(n,) int64, increasing: fresh tokens plus corrected ones, the rows that go through the model."""
         fresh = [np.arange(span.start, span.stop) for span in self.spans if span.treatment == "fresh"]
         return np.sort(np.concatenate([*fresh, self.corrected]).astype(np.int64))
+
+    def extended(self, num_tokens: int) -> Plan:
+        """The plan with more fresh tokens behind it, at the positions that follow."""
+        if not num_tokens:
+            return self
+        stop, position = self.num_tokens, int(self.positions[-1]) + 1
+        return replace(
+            self,
+            spans=(*self.spans, Span(stop, stop + num_tokens, "fresh")),
+            positions=np.concatenate([self.positions, np.arange(position, position + num_tokens)]),
+        )

@@ -1,0 +1,175 @@
+"""`python -m benchmarks`: runs the benchmarks, prints one table each with the target beside it, writes JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from . import fidelity, speed
+from .workload import FAMILIES, DataMissingError, data_folder
+
+KL_LIMITS = {"memory": 0.01, "reflexion": 0.01, "tools": 0.01}
+TTFT_LIMITS = {"slide, no correction": 0.30, "slide, head correction": 0.42}
+
+
+def main() -> int:
+    """Runs what was asked for; exits with 1 if a target was missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions of which the median is taken")
+    parser.add_argument("--limit", type=int, help="prompts of each family; all by default")
+    parser.add_argument("--only", choices=("speed", "ttft", "divergence", "exactness", "times"), action="append")
+    arguments = parser.parse_args()
+    console = Console()
+    try:
+        data_folder()
+    except DataMissingError as error:
+        console.print(f"[red]{error}")
+        return 2
+    wanted = arguments.only or ["speed", "ttft", "exactness", "times", "divergence"]
+    figures: dict[str, Any] = {"machine": _machine()}
+    missed: list[str] = []
+    console.print(f"{figures['machine']}")
+    if "speed" in wanted:
+        figures["speed"] = speed.against_transformers(arguments.repeats)
+        missed += _show_speed(console, figures["speed"])
+    if "ttft" in wanted:
+        figures["ttft"] = speed.time_to_first_token(arguments.repeats)
+        missed += _show_ttft(console, figures["ttft"])
+    if "exactness" in wanted:
+        figures["exactness"] = fidelity.exactness(arguments.limit or 20)
+        missed += _show_exactness(console, figures["exactness"])
+    if "times" in wanted:
+        figures["times"] = fidelity.times(arguments.limit)
+        _show_times(console, figures["times"])
+    if "divergence" in wanted:
+        figures["divergence"] = fidelity.divergence(arguments.limit)
+        missed += _show_divergence(console, figures["divergence"])
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    for target in missed:
+        console.print(f"[red]missed: {target}")
+    return 1 if missed else 0
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "processor": platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def _show_speed(console: Console, figures: dict[str, Any]) -> list[str]:
+    prefill, decode = figures["prefill_seconds"], figures["decode_step_seconds"]
+    title = f"Against transformers: {figures['prompt_tokens']} tokens, {figures['dtype']}, medians"
+    _table(
+        console,
+        title,
+        ("", "engine", "transformers", "ratio", "target"),
+        [
+            _row("cold prefill, s", prefill["engine"], prefill["transformers"], figures["prefill_ratio"], "<= 1"),
+            _row("decode step, s", decode["engine"], decode["transformers"], figures["decode_speedup"], ">= 1.5 x"),
+        ],
+    )
+    return _missed(
+        ("cold prefill not slower than transformers", figures["prefill_ratio"] <= 1.0),
+        ("decode at least 1.5 times the speed of generate", figures["decode_speedup"] >= 1.5),
+    )
+
+
+def _show_ttft(console: Console, figures: dict[str, Any]) -> list[str]:
+    shares = figures["share_of_prefix"]
+    rows = [
+        _row(
+            name,
+            seconds,
+            figures["tokens"][name]["computed"],
+            figures["tokens"][name]["tokens"],
+            shares[name],
+            f"<= {TTFT_LIMITS[name]}" if name in TTFT_LIMITS else "",
+        )
+        for name, seconds in figures["seconds"].items()
+    ]
+    title = f"Time to the first token after an update: {figures['sizes']}"
+    _table(console, title, ("policy", "seconds", "computed", "tokens", "share of prefix", "target"), rows)
+    return _missed(*((f"{name}: {limit} of prefix", shares[name] <= limit) for name, limit in TTFT_LIMITS.items()))
+
+
+def _show_exactness(console: Console, figures: dict[str, Any]) -> list[str]:
+    _table(console, "Exactness, float32", ("", "value"), [_row(name, value) for name, value in figures.items()])
+    return _missed(
+        ("prefix logits within 1e-3 of recompute", figures["prefix_largest_logit_difference"] <= 1e-3),
+        ("prefix text identical", figures["prefix_same_text"] == figures["prompts"]),
+        ("append-only logits within 1e-3", figures["append_only_largest_logit_difference"] <= 1e-3),
+        ("append-only text identical", figures["append_only_same_text"] == figures["append_only_turns"]),
+    )
+
+
+def _show_times(console: Console, figures: dict[str, Any]) -> None:
+    rows = []
+    for family in FAMILIES:
+        policies = figures[family]
+        cells = [
+            f"{policies[policy]['computed_tokens']:.0f} / {policies[policy]['ttft_seconds']:.3f}"
+            for policy in fidelity.POLICIES
+        ]
+        ratio = policies["slide"]["ttft_seconds"] / policies["prefix"]["ttft_seconds"]
+        rows.append(_row(family, *cells, ratio))
+    _table(
+        console,
+        "Second turn: tokens computed / median seconds to the first token",
+        ("family", *fidelity.POLICIES, "slide : prefix"),
+        rows,
+    )
+
+
+def _show_divergence(console: Console, figures: dict[str, Any]) -> list[str]:
+    columns = ("prompts", "mean_kl", "median_kl", "max_kl", "computed_share", "leak")
+    rows = [
+        _row(family, *(figures[family][column] for column in columns), f"<= {KL_LIMITS[family]}")
+        if family in KL_LIMITS
+        else _row(family, *(figures[family][column] for column in columns), "")
+        for family in FAMILIES
+    ]
+    _table(
+        console, "Divergence of slide from a full prefill, float32, nats", ("family", *columns, "target mean"), rows
+    )
+    return _missed(
+        *((f"{family}: mean KL {limit}", figures[family]["mean_kl"] <= limit) for family, limit in KL_LIMITS.items())
+    )
+
+
+def _table(console: Console, title: str, columns: Iterable[str], rows: list[list[str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _row(*cells: object) -> list[str]:
+    return [f"{cell:.4f}" if isinstance(cell, float) else "" if cell is None else str(cell) for cell in cells]
+
+
+def _missed(*targets: tuple[str, bool]) -> list[str]:
+    return [name for name, reached in targets if not reached]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

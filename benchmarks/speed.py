@@ -1,0 +1,137 @@
+"""Time: cold prefill and decode against transformers, time to the first token under the policies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from cacheslide_agents.engine import Engine, EngineConfig, SamplingParams
+
+from .workload import Turns, sized_turns
+
+DECODE_TOKENS = 32
+SIZES = {"system": 256, "old update": 128, "new update": 193, "suffix": 1280, "query": 32}
+
+
+def against_transformers(repeats: int) -> dict[str, Any]:
+    """Cold prefill and decode of the engine and of transformers' own forward and `generate`, by turns."""
+    with Engine.load(EngineConfig(policy="recompute")) as engine:
+        assert engine.model_path is not None
+        plain = AutoModelForCausalLM.from_pretrained(engine.model_path, dtype=engine.model.dtype).eval()
+        prefill: dict[str, list[float]] = {"engine": [], "transformers": []}
+        decode: dict[str, list[float]] = {"engine": [], "transformers": []}
+        for repeat in range(repeats + 1):
+            turns = _turns(engine, repeat)
+            ids = torch.tensor([turns.second.token_ids(engine.tokenizer)])
+            ours = _engine_times(engine, turns)
+            theirs = _seconds(lambda ids=ids: plain(ids, logits_to_keep=1)), _generate_step(plain, ids)
+            if repeat:  # the first round warms up
+                for times, engine_time, plain_time in zip((prefill, decode), ours, theirs, strict=True):
+                    times["engine"].append(engine_time)
+                    times["transformers"].append(plain_time)
+        return {
+            "prompt_tokens": ids.shape[1],
+            "dtype": str(plain.dtype).removeprefix("torch."),
+            "prefill_seconds": {name: median(times) for name, times in prefill.items()},
+            "decode_step_seconds": {name: median(times) for name, times in decode.items()},
+            "prefill_ratio": _ratio(prefill, "engine", "transformers"),
+            "decode_speedup": _ratio(decode, "transformers", "engine"),
+        }
+
+
+def time_to_first_token(repeats: int) -> dict[str, Any]:
+    """Time to the first token of the second turn, each policy with a first turn of its own."""
+    settings: dict[str, dict[str, Any]] = {
+        "recompute": {"policy": "recompute"},
+        "prefix": {"policy": "prefix"},
+        "slide, no correction": {"policy": "slide", "correction_share": 0.0},
+        "slide, head correction": {"policy": "slide"},
+    }
+    times: dict[str, list[float]] = {name: [] for name in settings}
+    counts: dict[str, dict[str, int]] = {}
+    shared = Engine.load(EngineConfig())
+    engines = {
+        name: Engine.from_model(shared.model, shared.tokenizer, shared.config.with_changes(**changes))
+        for name, changes in settings.items()
+    }
+    for repeat in range(repeats + 1):
+        turns = _turns(shared, repeat)
+        for name, engine in engines.items():
+            session = f"{repeat}"
+            engine.generate(turns.first, SamplingParams(max_tokens=1), session=session)
+            receipt = engine.generate(turns.second, SamplingParams(max_tokens=1), session=session).receipt
+            engine.forget(session)
+            if repeat:
+                times[name].append(receipt.ttft_seconds)
+            counts[name] = {"tokens": receipt.prompt_tokens, "computed": receipt.computed_tokens}
+    for engine in (*engines.values(), shared):
+        engine.close()
+    return {
+        "sizes": SIZES,
+        "tokens": counts,
+        "seconds": {name: median(values) for name, values in times.items()},
+        "share_of_prefix": {name: _ratio(times, name, "prefix") for name in settings},
+    }
+
+
+def _turns(engine: Engine, variant: int) -> Turns:
+    return sized_turns(engine.tokenizer, *SIZES.values(), variant=variant)
+
+
+def _engine_times(engine: Engine, turns: Turns) -> tuple[float, float]:
+    """Seconds to the first token, and the median seconds between two tokens after it."""
+    marks, receipt = [], None
+    params = SamplingParams(max_tokens=DECODE_TOKENS, ignore_eos=True)
+    for piece in engine.stream(turns.second, params):
+        marks.append(time.perf_counter())
+        receipt = piece.receipt
+    assert receipt is not None
+    return receipt.ttft_seconds, _step(marks)
+
+
+def _generate_step(model: Any, ids: torch.Tensor) -> float:
+    """Median seconds between two tokens of transformers' `generate`."""
+
+    class Clock(BaseStreamer):
+        def __init__(self) -> None:
+            self.marks: list[float] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.marks.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    clock = Clock()
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=DECODE_TOKENS,
+            min_new_tokens=DECODE_TOKENS,
+            do_sample=False,
+            streamer=clock,
+        )
+    return _step(clock.marks[1:])  # the first call hands over the prompt
+
+
+def _step(marks: list[float]) -> float:
+    return median(later - earlier for earlier, later in zip(marks, marks[1:], strict=False))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    with torch.inference_mode():
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+
+def _ratio(times: dict[str, list[float]], above: str, below: str) -> float:
+    """Median over the repetitions of the ratio within one repetition."""
+    return median(a / b for a, b in zip(times[above], times[below], strict=True))

@@ -1,0 +1,400 @@
+"""The engine: one model, its KV pages and one queue. The façade that adapters, benchmarks and people use."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from .attention import select_attention
+from .config import PAGE_TOKENS, EngineConfig, PolicyName, SamplingParams
+from .errors import ConfigError, PromptError, RequestCancelledError
+from .model.decoder import Decoder
+from .model.loading import load_model
+from .reuse.policies import POLICIES
+from .run.request import Output, Piece, Request
+from .run.runner import Runner
+from .run.scheduler import Scheduler
+from .segments import Prompt
+from .slide.pages import PagePool, pool_pages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine holds and has done so far.
+
+    Attributes:
+        model: The model's name.
+        device: Where it runs.
+        dtype: In what it computes.
+        context_tokens: Longest prompt plus answer.
+        pool_pages: Pages of the KV pool.
+        free_pages: Pages that nothing refers to.
+        cached_sequences: Sequences that may be reused.
+        cached_tokens: Their tokens, shared ones counted once for each.
+        evicted_sequences: Sequences dropped for room since the start.
+        waiting_requests: Calls in the queue.
+        requests: Calls answered.
+        fallbacks: Answered calls that reused less than their policy allows.
+        prompt_tokens: Prompt tokens of answered calls; the next four say what happened to them.
+        exact_tokens: See `Receipt`.
+        slid_tokens: See `Receipt`.
+        corrected_tokens: See `Receipt`.
+        fresh_tokens: See `Receipt`.
+        generated_tokens: Tokens of answers.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    context_tokens: int
+    pool_pages: int
+    free_pages: int
+    cached_sequences: int
+    cached_tokens: int
+    evicted_sequences: int
+    waiting_requests: int
+    requests: int = 0
+    fallbacks: int = 0
+    prompt_tokens: int = 0
+    exact_tokens: int = 0
+    slid_tokens: int = 0
+    corrected_tokens: int = 0
+    fresh_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Engine:
+    """Answers prompts with one model and reuses their KV from turn to turn.
+
+    Calls from any number of threads and event loops are served first come, first served. Use `Engine.load` for a
+    model on disk and `Engine.from_model` for one that is in memory already.
+
+    Attributes:
+        config: The settings.
+        tokenizer: The model's Hugging Face tokenizer.
+        model: The transformers model whose weights are used; it still runs by itself.
+        model_name: The model's name, for people.
+        model_path: The dense checkpoint folder in use, or None for a model that came from memory.
+        context_tokens: Longest prompt plus answer, in tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        *,
+        model_name: str,
+        model_path: Path | None,
+    ) -> None:
+        decoder = Decoder.from_transformers(model, context_tokens=config.max_context_tokens)
+        num_pages = pool_pages(config, decoder.spec, decoder.dtype, decoder.device)
+        context_tokens = min(
+            decoder.spec.context_tokens,
+            config.max_context_tokens or decoder.spec.context_tokens,
+            num_pages * PAGE_TOKENS,
+        )
+        pool = PagePool(decoder.spec, num_pages, decoder.dtype, decoder.device)
+        attention = select_attention(config.attention, decoder.device, decoder.dtype)
+        self.config = config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.model_path = model_path
+        self.context_tokens = context_tokens
+        self._decoder = decoder
+        self._runner = Runner(config, decoder, tokenizer, pool, attention, context_tokens)
+        self._scheduler = Scheduler(f"cacheslide {model_name}")
+        self._requests: weakref.WeakSet[Request] = weakref.WeakSet()
+        self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._requests)
+
+    @classmethod
+    def load(cls, config: EngineConfig | None = None) -> Engine:
+        """Loads a model from disk or a hub; with no model named, the bundled one.
+
+        Raises:
+            ModelError: The model cannot be found, read or served exactly; the message says why.
+            ConfigError: The device does not exist here or a limit does not fit the model.
+        """
+        config = config or EngineConfig()
+        loaded = load_model(config)
+        return cls(loaded.model, loaded.tokenizer, config, model_name=loaded.name, model_path=loaded.path)
+
+    @classmethod
+    def from_model(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: EngineConfig | None = None
+    ) -> Engine:
+        """Serves a transformers model that is in memory, without a second copy of its weights.
+
+        The model's device and dtype are used; its modules' weights become views of fused ones and still run.
+
+        Raises:
+            UnsupportedModelError: The model cannot be served exactly; the message says why.
+        """
+        name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
+        return cls(model, tokenizer, config or EngineConfig(), model_name=name, model_path=None)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        namespace: str | None = None,
+        policy: PolicyName | None = None,
+    ) -> Output:
+        """Answers a prompt.
+
+        Args:
+            prompt: What to answer.
+            params: How to sample; greedy with at most 256 tokens by default.
+            session: A conversation's name: KV of its earlier turns may be slid. Without one only exact prefixes
+                are reused.
+            namespace: The tenant; None is the configuration's.
+            policy: How reuse is decided; None is the configuration's.
+
+        Raises:
+            PromptError: The prompt is malformed.
+            ContextLengthError: The prompt does not fit the context.
+            ConfigError: The policy does not exist.
+            EngineClosedError: The engine was closed.
+        """
+        with closing(
+            self.stream(prompt, params, session=session, namespace=namespace, policy=policy)
+        ) as pieces:
+            return _collect(list(pieces))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        namespace: str | None = None,
+        policy: PolicyName | None = None,
+    ) -> Iterator[Piece]:
+        """Answers a prompt piece by piece; the last piece carries the receipt.
+
+        Closing the iterator cancels the request and returns when its pages are free. Arguments and errors are those
+        of `generate`; errors are raised by the first `next`.
+        """
+        events: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
+        request = self._request(prompt, params, session, namespace, policy, events.put)
+        job = partial(self._runner.serve, request)
+        self._scheduler.submit(job)
+        ended = False
+        try:
+            while not ended:
+                event = events.get()
+                ended = isinstance(event, BaseException) or event.finish_reason is not None
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+        finally:
+            if not ended:
+                self._cancel(request, job)
+                while not (isinstance(event := events.get(), BaseException) or event.finish_reason):
+                    pass
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        namespace: str | None = None,
+        policy: PolicyName | None = None,
+    ) -> Output:
+        """`generate` for asyncio; cancelling the task cancels the request."""
+        pieces = self.astream(prompt, params, session=session, namespace=namespace, policy=policy)
+        return _collect([piece async for piece in pieces])
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        namespace: str | None = None,
+        policy: PolicyName | None = None,
+    ) -> AsyncIterator[Piece]:
+        """`stream` for asyncio; closing the iterator or cancelling the task cancels the request."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
+
+        def emit(event: Piece | BaseException) -> None:
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the loop was closed: nobody is listening any more
+                request.cancel()
+
+        request = self._request(prompt, params, session, namespace, policy, emit)
+        job = partial(self._runner.serve, request)
+        self._scheduler.submit(job)
+        ended = False
+        try:
+            while not ended:
+                event = await events.get()
+                ended = isinstance(event, BaseException) or event.finish_reason is not None
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+        finally:
+            if not ended:
+                self._cancel(request, job)
+
+    def logits(
+        self,
+        prompt: Prompt,
+        continuation: str | Sequence[int],
+        *,
+        session: str | None = None,
+        namespace: str | None = None,
+        policy: PolicyName | None = None,
+    ) -> torch.Tensor:
+        """The logits before each token of a continuation, as a policy would compute them; nothing is stored.
+
+        Args:
+            prompt: What stands before the continuation.
+            continuation: Text, tokenized by itself, or token ids.
+            session: As in `generate`.
+            namespace: As in `generate`.
+            policy: As in `generate`.
+
+        Returns:
+            (tokens of the continuation, vocab) float32, on the model's device.
+
+        Raises:
+            PromptError: The continuation is empty; else as in `generate`.
+        """
+        ids = self.tokenizer.encode(continuation, add_special_tokens=False) if isinstance(continuation, str) else continuation
+        token_ids = np.asarray(ids, dtype=np.int64)
+        if not len(token_ids):
+            raise PromptError("the continuation is empty: give text or token ids whose logits are wanted")
+        return self._run(
+            partial(
+                self._runner.logits,
+                prompt,
+                token_ids,
+                session,
+                namespace or self.config.namespace,
+                self._known_policy(policy),
+            )
+        )
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text, without special ones."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def forget(self, session: str, *, namespace: str | None = None) -> None:
+        """Drops everything cached for a session."""
+        self._run(partial(self._runner.forget, namespace or self.config.namespace, session))
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done, between two requests or in the middle of one."""
+        pool, index = self._runner.pool, self._runner.index
+        cached = index.stats()
+        return EngineStats(
+            model=self.model_name,
+            device=str(self._decoder.device),
+            dtype=str(self._decoder.dtype).removeprefix("torch."),
+            context_tokens=self.context_tokens,
+            pool_pages=pool.num_pages,
+            free_pages=pool.num_free,
+            cached_sequences=cached.sequences,
+            cached_tokens=cached.tokens,
+            evicted_sequences=cached.evicted_sequences,
+            waiting_requests=self._scheduler.waiting,
+            **self._runner.totals,
+        )
+
+    def close(self) -> None:
+        """Cancels what runs or waits and ends the engine's thread. Closing twice is harmless."""
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        session: str | None,
+        namespace: str | None,
+        policy: PolicyName | None,
+        emit: Any,
+    ) -> Request:
+        request = Request(
+            prompt=prompt,
+            params=params or SamplingParams(),
+            session=session,
+            namespace=namespace or self.config.namespace,
+            policy=self._known_policy(policy),
+            emit=emit,
+            submitted_at=time.perf_counter(),
+        )
+        self._requests.add(request)
+        return request
+
+    def _known_policy(self, policy: PolicyName | None) -> PolicyName:
+        policy = policy or self.config.policy
+        if policy not in POLICIES:
+            raise ConfigError(f"policy {policy!r} does not exist: use one of {', '.join(POLICIES)}")
+        return policy
+
+    def _cancel(self, request: Request, job: Any) -> None:
+        request.cancel()
+        if self._scheduler.withdraw(job):
+            request.emit(RequestCancelledError("the request was cancelled while it waited"))
+
+    def _run(self, job: Any) -> Any:
+        """Runs a job on the engine's thread and returns its result or raises its error."""
+        done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put((job(), None))
+            except BaseException as error:
+                done.put((None, error))
+
+        self._scheduler.submit(run)
+        result, error = done.get()
+        if error is not None:
+            raise error
+        return result
+
+
+def _shut_down(scheduler: Scheduler, requests: weakref.WeakSet[Request]) -> None:
+    for request in list(requests):
+        request.cancel()
+    scheduler.close()
+
+
+def _collect(pieces: list[Piece]) -> Output:
+    last = pieces[-1]
+    assert last.receipt is not None and last.finish_reason is not None
+    return Output(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        finish_reason=last.finish_reason,
+        receipt=last.receipt,
+    )

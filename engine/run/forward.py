@@ -1,0 +1,91 @@
+"""Chosen token rows through all layers: the one loop that prefill, decode and comparisons share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..attention.interface import Attention
+from ..model.decoder import Decoder
+from ..slide.block_table import BlockTable
+from ..slide.pages import PagePool
+
+
+class Forward:
+    """Walks a decoder over token rows, layer by layer, with K and V in the page pool.
+
+    The way of a layer: project the active rows, write their K and V to their slots, attend over every page before
+    them, finish. Rows that nobody wants logits of stop at the last layer's K and V.
+    """
+
+    def __init__(self, decoder: Decoder, pool: PagePool, attention: Attention) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self._attention = attention
+
+    def rows(
+        self,
+        token_ids: np.ndarray,
+        positions: np.ndarray,
+        tokens: np.ndarray,
+        table: BlockTable,
+        wanted: int,
+        before_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor | None:
+        """Computes K and V of the active rows and the logits of the last `wanted` of them.
+
+        Args:
+            token_ids: (rows,) int64.
+            positions: (rows,) int64: position ids, for the rotary embedding.
+            tokens: (rows,) int64, increasing: each row's token index in the sequence, for slots and attention.
+            table: The sequence's pages; all other tokens up to the last row's are there already or get there through
+                `before_layer`.
+            wanted: Rows, counted from the end, whose logits are returned; 0 for none.
+            before_layer: Called with each layer's index before anything of it is computed.
+
+        Returns:
+            (wanted, vocab) float32 on the model's device, or None if `wanted` is 0.
+        """
+        decoder, attention, spec = self._decoder, self._attention, self._decoder.spec
+        hidden = decoder.embed(self._to_device(token_ids))
+        rotary = decoder.rotary(self._to_device(positions))
+        slots = _SlotWriter(table.slots(tokens), decoder.device)
+        layout = attention.layout(table, tokens)
+        last = spec.num_layers - 1
+        for layer_idx in range(spec.num_layers):
+            if before_layer is not None:
+                before_layer(layer_idx)
+            query, kv = decoder.project(layer_idx, hidden, rotary)
+            layer = self._pool.layer(layer_idx)
+            slots.write(layer, kv)
+            if layer_idx == last:
+                if not wanted:
+                    return None
+                if wanted < len(tokens):
+                    hidden, query = hidden[-wanted:], query[-wanted:]
+                    layout = attention.layout(table, tokens[-wanted:])
+            attended = attention.attend(
+                query, layer, layout, scale=spec.attention_scale, window=spec.windows[layer_idx]
+            )
+            hidden = decoder.finish(layer_idx, hidden, attended)
+        return decoder.logits(hidden)
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._decoder.device, non_blocking=True)
+
+
+class _SlotWriter:
+    """Writes rows into slots: one slice where they are neighbours, one indexed copy elsewhere."""
+
+    def __init__(self, slots: np.ndarray, device: torch.device) -> None:
+        first, last = int(slots[0]), int(slots[-1])
+        self._range = slice(first, last + 1) if last - first + 1 == len(slots) and (np.diff(slots) == 1).all() else None
+        self._slots = None if self._range is not None else torch.from_numpy(slots).to(device)
+
+    def write(self, layer: torch.Tensor, kv: torch.Tensor) -> None:
+        if self._slots is None:
+            layer[self._range] = kv
+        else:
+            layer.index_copy_(0, self._slots, kv)

@@ -1,0 +1,86 @@
+"""A request on its way through the engine, and what comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..config import PolicyName, SamplingParams
+from ..errors import RequestCancelledError
+from ..receipt import Receipt
+from ..segments import Prompt
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer as it is generated.
+
+    Attributes:
+        text: New text; characters come whole and stop strings never appear. May be empty.
+        token_ids: The tokens sampled since the piece before, stop tokens included.
+        finish_reason: Set on the last piece alone.
+        receipt: Set on the last piece alone.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    receipt: Receipt | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """A whole answer.
+
+    Attributes:
+        text: The answer without special tokens and without the stop string.
+        token_ids: Every sampled token, a stop token at the end included.
+        finish_reason: `stop` or `length`.
+        receipt: What was reused and computed.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    receipt: Receipt
+
+
+@dataclass(eq=False)
+class Request:
+    """One call: its input, where its pieces go, and whether it was cancelled.
+
+    Attributes:
+        prompt: What to answer.
+        params: How to sample.
+        session: Whose earlier turns may be slid; None for nobody's.
+        namespace: The tenant.
+        policy: How reuse is decided.
+        emit: Takes the pieces in order, or the error that ended the request. Called on the engine's thread.
+        submitted_at: `time.perf_counter()` at submission, in seconds.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    session: str | None
+    namespace: str
+    policy: PolicyName
+    emit: Callable[[Piece | BaseException], None]
+    submitted_at: float
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """Stops the request at its next layer or token. Safe from any thread, any time."""
+        self._cancelled.set()
+
+    def check(self) -> None:
+        """Raises if the request was cancelled.
+
+        Raises:
+            RequestCancelledError: Somebody called `cancel`.
+        """
+        if self._cancelled.is_set():
+            raise RequestCancelledError("the request was cancelled before it finished")

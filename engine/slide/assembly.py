@@ -1,0 +1,205 @@
+"""Carries out a plan on pages: which pages a new sequence shares, which it copies into, and the move of each layer.
+
+A page is shared only if every one of its tokens keeps its place: the same slot, the same position, no correction.
+Everything else that is reused is copied into the sequence's own pages, keys turned to their new position on the way.
+The move happens layer by layer, right before that layer's attention needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..config import PAGE_TOKENS
+from ..model.spec import RopeSpec
+from ..position.rope import Rotary, rotate_keys, turn_by
+from ..reuse.index import CachedSequence
+from ..reuse.spans import Plan, Span
+from .block_table import BlockTable
+from .pages import PagePool
+
+_SLICED_RUNS = 4
+
+
+@dataclass(frozen=True)
+class Move:
+    """Tokens that are copied from a cached sequence, all turned by the same number of positions.
+
+    Attributes:
+        source_runs: Slot ranges to read, in token order.
+        target_runs: Slot ranges to write, in token order, as many slots as the source has.
+        rotation: The turn of the keys, or None where positions stay.
+    """
+
+    source_runs: tuple[tuple[int, int], ...]
+    target_runs: tuple[tuple[int, int], ...]
+    rotation: Rotary | None
+
+
+class Assembly:
+    """The block table of a new sequence and what must be moved into it.
+
+    Attributes:
+        table: Holds one reference to each of its pages.
+        hops: (tokens,) uint8: rotations that each prompt token's key will have gone through.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        sequences: dict[int, CachedSequence],
+        pool: PagePool,
+        rope: RopeSpec,
+        reserve_tokens: int,
+        allocate: Callable[[int, int | None], list[int]],
+    ) -> None:
+        """Takes the pages that the plan needs.
+
+        Args:
+            plan: A valid plan.
+            sequences: The cached sequences that it names, by id; they must stay alive until the last `slide`.
+            pool: Where all pages lie.
+            rope: The model's rotary embedding.
+            reserve_tokens: Tokens to hold room for, at least the plan's.
+            allocate: `allocate(num_pages, after)` returns pages with one reference each, evicting if it must.
+
+        Raises:
+            PoolFullError: From `allocate`; no reference is kept then.
+        """
+        self._pool = pool
+        self._rope = rope
+        self._device = pool.kv.device
+        self.hops = _hops(plan, sequences)
+        shared = _shared_pages(plan, sequences, pool)
+        num_pages = -(-reserve_tokens // PAGE_TOKENS)
+        missing = [page_idx for page_idx in range(num_pages) if page_idx not in shared]
+        pool.retain(list(shared.values()))
+        try:
+            after = shared.get(missing[0] - 1) if missing else None
+            own = dict(zip(missing, allocate(len(missing), after), strict=True))
+        except BaseException:
+            pool.release(list(shared.values()))
+            raise
+        self.table = BlockTable(own[page_idx] if page_idx in own else shared[page_idx] for page_idx in range(num_pages))
+        self._moves = _moves(plan, sequences, self.table, set(shared), rope, self._device)
+
+    def slide(self, layer_idx: int) -> None:
+        """Copies the reused K and V of one layer into place, keys turned to their new positions."""
+        layer = self._pool.layer(layer_idx)
+        kv_heads = layer.shape[1] // 2
+        for move in self._moves:
+            block = _read(layer, move.source_runs, self._device)
+            if move.rotation is None:
+                _write(layer, move.target_runs, block, self._device)
+                continue
+            keys = rotate_keys(block[:, :kv_heads], move.rotation, self._rope)
+            _write(layer[:, :kv_heads], move.target_runs, keys, self._device)
+            _write(layer[:, kv_heads:], move.target_runs, block[:, kv_heads:], self._device)
+
+    def finish(self) -> None:
+        """Forgets the moves, once every layer has been slid."""
+        self._moves = []
+
+
+def _hops(plan: Plan, sequences: dict[int, CachedSequence]) -> np.ndarray:
+    hops = np.zeros(plan.num_tokens, dtype=np.uint8)
+    for span, sequence, tokens in _reused(plan, sequences):
+        turned = sequence.positions[tokens] != plan.positions[span.start : span.stop]
+        hops[span.start : span.stop] = sequence.hops[tokens] + turned
+    hops[plan.corrected] = 0
+    return hops
+
+
+def _reused(plan: Plan, sequences: dict[int, CachedSequence]) -> list[tuple[Span, CachedSequence, slice]]:
+    """The exact and slid spans, each with its cached sequence and the token range there."""
+    reused = []
+    for span in plan.spans:
+        if span.source is not None and span.source_start is not None:
+            tokens = slice(span.source_start, span.source_start + len(span))
+            reused.append((span, sequences[span.source], tokens))
+    return reused
+
+
+def _shared_pages(plan: Plan, sequences: dict[int, CachedSequence], pool: PagePool) -> dict[int, int]:
+    """Page index in the new sequence → page of a cached one that serves unchanged."""
+    shared: dict[int, int] = {}
+    corrected_pages = set((plan.corrected // PAGE_TOKENS).tolist())
+    for span, sequence, tokens in _reused(plan, sequences):
+        if (span.start - tokens.start) % PAGE_TOKENS:
+            continue
+        stays = sequence.positions[tokens] == plan.positions[span.start : span.stop]
+        page_shift = (tokens.start - span.start) // PAGE_TOKENS
+        first = -(-span.start // PAGE_TOKENS)
+        for page_idx in range(first, span.stop // PAGE_TOKENS):
+            start = page_idx * PAGE_TOKENS - span.start
+            if page_idx not in corrected_pages and stays[start : start + PAGE_TOKENS].all():
+                shared[page_idx] = sequence.table.pages[page_idx + page_shift]
+        tail = span.stop // PAGE_TOKENS
+        if span.stop % PAGE_TOKENS and tail >= first and _may_append(span, sequence, tokens, pool, tail):
+            shared[tail] = sequence.table.pages[tail]
+    return shared
+
+
+def _may_append(span: Span, sequence: CachedSequence, tokens: slice, pool: PagePool, page_idx: int) -> bool:
+    """Whether the new sequence may write on behind the cached one, in the page that this left partly filled.
+
+    It may if it continues the cached sequence at its very end and nobody else refers to the page: the slots behind
+    the end are nobody's then. Otherwise the page is copied on write.
+    """
+    continues = span.treatment == "exact" and span.start == tokens.start == 0 and tokens.stop == len(sequence.token_ids)
+    return continues and pool.references([sequence.table.pages[page_idx]])[0] == 1
+
+
+def _moves(
+    plan: Plan,
+    sequences: dict[int, CachedSequence],
+    table: BlockTable,
+    shared: set[int],
+    rope: RopeSpec,
+    device: torch.device,
+) -> list[Move]:
+    moves = []
+    rotations: dict[int, Rotary] = {}
+    for span, sequence, tokens in _reused(plan, sequences):
+        deltas = plan.positions[span.start : span.stop] - sequence.positions[tokens]
+        in_own_page = ~np.isin(np.arange(span.start, span.stop) // PAGE_TOKENS, list(shared))
+        for start, stop in _even_runs(deltas, in_own_page):
+            delta = int(deltas[start])
+            if delta and delta not in rotations:
+                rotations[delta] = turn_by(delta, rope, device)
+            source = sequence.table.runs(tokens.start + start, tokens.start + stop)
+            target = table.runs(span.start + start, span.start + stop)
+            moves.append(Move(tuple(source), tuple(target), rotations.get(delta)))
+    return moves
+
+
+def _even_runs(deltas: np.ndarray, wanted: np.ndarray) -> list[tuple[int, int]]:
+    """Maximal ranges of wanted tokens with one delta."""
+    borders = np.flatnonzero((np.diff(deltas) != 0) | (wanted[1:] != wanted[:-1])) + 1
+    edges = [0, *borders.tolist(), len(deltas)]
+    return [(start, stop) for start, stop in zip(edges, edges[1:], strict=False) if wanted[start]]
+
+
+def _read(layer: torch.Tensor, runs: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    if len(runs) == 1:
+        return layer[runs[0][0] : runs[0][1]]
+    if len(runs) <= _SLICED_RUNS:
+        return torch.cat([layer[start:stop] for start, stop in runs])
+    return layer.index_select(0, _slots(runs, device))
+
+
+def _write(layer: torch.Tensor, runs: tuple[tuple[int, int], ...], block: torch.Tensor, device: torch.device) -> None:
+    if len(runs) <= _SLICED_RUNS:
+        offset = 0
+        for start, stop in runs:
+            layer[start:stop] = block[offset : offset + stop - start]
+            offset += stop - start
+    else:
+        layer.index_copy_(0, _slots(runs, device), block)
+
+
+def _slots(runs: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.arange(start, stop) for start, stop in runs])).to(device)
