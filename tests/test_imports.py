@@ -49,10 +49,9 @@ def _source_files() -> list[Path]:
 def _imports(file: Path) -> Iterator[Import]:
     def visit(node: ast.AST, at_run_time: bool) -> Iterator[Import]:
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for child in node.body:
-                yield from visit(child, False)
-            for child in node.orelse:
-                yield from visit(child, at_run_time)
+            for body, runs in ((node.body, False), (node.orelse, at_run_time)):
+                for statement in body:
+                    yield from visit(statement, runs)
             return
         if isinstance(node, ast.Import):
             for name in node.names:
