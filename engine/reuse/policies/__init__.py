@@ -1,0 +1,24 @@
+"""The reuse policies by name; one file each."""
+
+from __future__ import annotations
+
+from ...errors import ConfigError
+from .interface import PlanRequest, Policy
+from .prefix import Prefix
+from .recompute import Recompute
+from .slide import Slide
+
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Recompute(), Prefix(), Slide())}
+
+__all__ = ["POLICIES", "PlanRequest", "Policy", "policy_named"]
+
+
+def policy_named(name: str) -> Policy:
+    """The policy that users call `name`.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"policy {name!r} does not exist: use one of {', '.join(POLICIES)}")
+    return POLICIES[name]

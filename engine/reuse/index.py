@@ -1,0 +1,235 @@
+"""What is cached: sequences of tokens whose KV lies in pages of the pool, and which of them to forget first.
+
+The index owns its sequences' pages. It decides nothing about reuse (`reuse.plan` does) and belongs to the engine's one
+worker: only `stats` may be called from elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..config import PAGE_TOKENS
+from ..slide.block_table import BlockTable
+
+if TYPE_CHECKING:
+    from ..slide.pages import PagePool
+
+
+class SpaceKey(NamedTuple):
+    """Within which cached sequences may serve each other. Model, adapter, dtype and tokenizer are the engine's own.
+
+    Attributes:
+        namespace: The tenant.
+        template: Identity of the chat template, or None for plain text.
+    """
+
+    namespace: str
+    template: str | None
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """One sequence whose KV is cached: a prompt, usually with its answer.
+
+    Attributes:
+        id: Unique in the index.
+        space: Where it may serve.
+        session: The session that computed it, or None.
+        token_ids: (tokens,) int64: those with KV; the last sampled token has none.
+        positions: (tokens,) int64: where the cached keys are rotated to.
+        exact_tokens: Length of the untainted prefix.
+        hops: (tokens,) uint8: rotations that each cached key went through.
+        table: Its pages, each counted once in the pool for this sequence.
+        last_used: Tick of the last use; greater is later.
+        pins: Running requests that read it; a pinned sequence stays.
+    """
+
+    id: int
+    space: SpaceKey
+    session: str | None
+    token_ids: np.ndarray
+    positions: np.ndarray
+    exact_tokens: int
+    hops: np.ndarray
+    table: BlockTable
+    last_used: int = 0
+    pins: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class IndexStats:
+    """What the index holds.
+
+    Attributes:
+        sequences: Cached sequences.
+        sessions: Different (space, session) pairs among them, without those of no session.
+        tokens: Tokens over all sequences; shared ones count for each.
+        pinned: Sequences that a running request reads.
+        evicted_sequences: Sequences forgotten for want of pages since the engine was loaded.
+    """
+
+    sequences: int
+    sessions: int
+    tokens: int
+    pinned: int
+    evicted_sequences: int
+
+
+class CacheIndex:
+    """The cached sequences of one engine, least recently used first."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._sequences: dict[int, CachedSequence] = {}  # in order of last use
+        self._next_id = 0
+        self._tick = 0
+        self._evicted = 0
+
+    def add(
+        self,
+        space: SpaceKey,
+        session: str | None,
+        *,
+        token_ids: np.ndarray,
+        positions: np.ndarray,
+        exact_tokens: int,
+        hops: np.ndarray,
+        table: BlockTable,
+    ) -> CachedSequence:
+        """Caches a sequence and takes over its page references; surplus pages of the table are released.
+
+        Idle older sequences of the session that the new one continues (same tokens first, and exact no further) are
+        forgotten, so an append-only conversation is one sequence; branches stay. In turn a sequence that adds nothing
+        to one already cached is not kept. A sequence without tokens is an error of the caller.
+
+        Returns:
+            The sequence that now holds these tokens: the new one or the one that made it superfluous. It is the most
+            recently used.
+        """
+        num_tokens = len(token_ids)
+        assert num_tokens > 0 and len(positions) == len(hops) == num_tokens and 0 <= exact_tokens <= num_tokens
+        assert table.capacity_tokens >= num_tokens
+        num_pages = -(-num_tokens // PAGE_TOKENS)
+        self._pool.release(table.pages[num_pages:])
+        new = CachedSequence(
+            id=self._next_id,
+            space=space,
+            session=session,
+            token_ids=np.array(token_ids, dtype=np.int64),
+            positions=np.array(positions, dtype=np.int64),
+            exact_tokens=exact_tokens,
+            hops=np.array(hops, dtype=np.uint8),
+            table=BlockTable(table.pages[:num_pages]),
+        )
+        self._next_id += 1
+        for old in self.session(space, session):
+            if _continues(old, new):
+                self._pool.release(new.table.pages)
+                self.touch(old.id)
+                return old
+        for old in self.session(space, session):
+            if old.pins == 0 and _continues(new, old):
+                self.remove(old.id)
+        self._sequences[new.id] = new
+        self.touch(new.id)
+        return new
+
+    def get(self, sequence_id: int) -> CachedSequence:
+        """The sequence with this id, which is cached."""
+        return self._sequences[sequence_id]
+
+    def candidates(self, space: SpaceKey) -> list[CachedSequence]:
+        """All sequences of a space, most recently used first."""
+        return [sequence for sequence in reversed(self._sequences.values()) if sequence.space == space]
+
+    def session(self, space: SpaceKey, session: str | None) -> list[CachedSequence]:
+        """All sequences of a session, its branches, most recently used first."""
+        return [sequence for sequence in self.candidates(space) if sequence.session == session]
+
+    def touch(self, sequence_id: int) -> None:
+        """Makes a sequence the most recently used."""
+        sequence = self._sequences.pop(sequence_id)
+        self._tick += 1
+        sequence.last_used = self._tick
+        self._sequences[sequence_id] = sequence
+
+    def pin(self, sequence_id: int) -> None:
+        """Keeps a sequence while a request reads it; pins are counted."""
+        self._sequences[sequence_id].pins += 1
+
+    def unpin(self, sequence_id: int) -> None:
+        """Takes one pin away."""
+        sequence = self._sequences[sequence_id]
+        assert sequence.pins > 0
+        sequence.pins -= 1
+
+    def remove(self, sequence_id: int) -> int:
+        """Forgets an idle sequence; returns how many pages became free (shared ones stay with their other owners)."""
+        assert self._sequences[sequence_id].pins == 0
+        return self._pool.release(self._sequences.pop(sequence_id).table.pages)
+
+    def forget_session(self, space: SpaceKey, session: str | None) -> int:
+        """Forgets the idle sequences of a session; returns how many pages became free."""
+        return sum(self.remove(sequence.id) for sequence in self.session(space, session) if sequence.pins == 0)
+
+    def evict(self, num_pages_wanted: int) -> int:
+        """Forgets idle sequences, least recently used first, until the pool has `num_pages_wanted` free pages.
+
+        If forgetting all of them were not enough, nothing is forgotten: a request that cannot fit costs no cache.
+
+        Returns:
+            How many pages became free; the caller looks at the pool to see whether they are enough.
+        """
+        idle = [sequence for sequence in self._sequences.values() if sequence.pins == 0]
+        missing = num_pages_wanted - self._pool.num_free
+        if missing <= 0 or self._reclaimable_pages(idle) < missing:
+            return 0
+        freed = 0
+        for sequence in idle:
+            freed += self.remove(sequence.id)
+            self._evicted += 1
+            if freed >= missing:
+                break
+        return freed
+
+    def reclaimable_pages(self) -> int:
+        """Pages that would become free if every idle sequence were forgotten."""
+        return self._reclaimable_pages([sequence for sequence in self._sequences.values() if sequence.pins == 0])
+
+    def stats(self) -> IndexStats:
+        """What the index holds; safe from any thread."""
+        sequences = list(self._sequences.values())
+        return IndexStats(
+            sequences=len(sequences),
+            sessions=len(
+                {(sequence.space, sequence.session) for sequence in sequences if sequence.session is not None}
+            ),
+            tokens=sum(len(sequence) for sequence in sequences),
+            pinned=sum(sequence.pins > 0 for sequence in sequences),
+            evicted_sequences=self._evicted,
+        )
+
+    def _reclaimable_pages(self, idle: list[CachedSequence]) -> int:
+        if not idle:
+            return 0
+        pages = np.concatenate([np.asarray(sequence.table.pages, dtype=np.int64) for sequence in idle])
+        owned, counts = np.unique(pages, return_counts=True)
+        return int((self._pool.references(owned) == counts).sum())
+
+
+def _continues(longer: CachedSequence, shorter: CachedSequence) -> bool:
+    """Whether `longer` holds all that `shorter` does: its tokens at its positions, exact at least as far."""
+    num_tokens = len(shorter)
+    return (
+        num_tokens <= len(longer)
+        and shorter.exact_tokens <= longer.exact_tokens
+        and shorter.token_ids[-1] == longer.token_ids[num_tokens - 1]
+        and np.array_equal(shorter.token_ids, longer.token_ids[:num_tokens])
+        and np.array_equal(shorter.positions, longer.positions[:num_tokens])
+    )

@@ -1,0 +1,151 @@
+"""`slide`: the common prefix is reused exactly, and what follows a change is moved from one earlier sequence.
+
+The donor is a sequence of the same session (any branch): its KV was computed in context and carries that context into
+the answer. Of each slid run that follows a change the first tokens are corrected: they depend most on what changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..diff import common_prefix_tokens, matching_runs
+from ..index import CachedSequence
+from ..spans import Plan, Span
+from .interface import PlanRequest
+from .prefix import by_recency, exact_span
+
+MAX_DIFFS = 8
+"""Donors compared in full; the others promised less."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Prompt tokens that a donor has in one piece, and those of them that slide.
+
+    Attributes:
+        start: First prompt token.
+        source_start: The donor's token there.
+        after_change: Whether what stands before the run changed.
+        tokens: (n,) int64: the prompt tokens that slide, in pieces of at least `min_slide_tokens`.
+    """
+
+    start: int
+    source_start: int
+    after_change: bool
+    tokens: np.ndarray
+
+
+class Slide:
+    """Exact prefix, then slid runs with their heads corrected, the rest fresh."""
+
+    name = "slide"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Exact, slid and fresh spans; corrected tokens as `correction_share` asks."""
+        num_tokens = len(request.prompt)
+        exact = exact_span(request)
+        spans = [exact] if exact else []
+        corrected = [np.empty(0, dtype=np.int64)]
+        donor, runs = _best_donor(request, len(exact) if exact else 0)
+        for run in runs:
+            if run.after_change or request.correction_share >= 1.0:
+                corrected.append(run.tokens[: _head_tokens(len(run.tokens), request.correction_share)])
+            for start, stop in _pieces(run.tokens):
+                _add_fresh(spans, start)
+                source_start = run.source_start + start - run.start
+                spans.append(Span(start, stop, "slid", donor, source_start, run.after_change))
+        _add_fresh(spans, num_tokens)
+        return Plan(
+            spans=tuple(spans), positions=request.positions, corrected=np.concatenate(corrected), policy=self.name
+        )
+
+
+def _best_donor(request: PlanRequest, exact_tokens: int) -> tuple[int | None, list[_Run]]:
+    """The donor that slides most tokens behind the exact ones, the most recently used of equals, and its runs."""
+    prompt = request.prompt.token_ids[:-1]
+    wanted = len(prompt) - exact_tokens
+    if request.share_slid:
+        donors = by_recency(request.sequences)
+    elif request.session is not None:
+        donors = [donor for donor in by_recency(request.sequences) if donor.session == request.session]
+    else:
+        donors = []
+    promises = _promises(prompt[exact_tokens:], donors, request.min_slide_tokens) if wanted > 0 else []
+    best: tuple[int, int] = (0, 0)
+    found: tuple[int | None, list[_Run]] = (None, [])
+    for donor_idx in sorted(range(len(promises)), key=lambda idx: -promises[idx])[:MAX_DIFFS]:
+        if promises[donor_idx] < max(best[0], 1):
+            break
+        runs = list(_runs(request, donors[donor_idx], exact_tokens))
+        rating = (sum(len(run.tokens) for run in runs), donors[donor_idx].last_used)
+        if rating[0] > 0 and rating > best:
+            best, found = rating, (donors[donor_idx].id, runs)
+    return found
+
+
+def _promises(tokens: np.ndarray, donors: list[CachedSequence], min_tokens: int) -> list[int]:
+    """For each donor an upper bound of the tokens it can slide: those in runs whose every token it has somewhere."""
+    if len(donors) <= 1:
+        return [len(tokens)] * len(donors)
+    seen = np.zeros(1 + max(int(tokens.max()), *(int(donor.token_ids.max()) for donor in donors)), dtype=np.bool_)
+    promises = []
+    for donor in donors:
+        seen[donor.token_ids] = True
+        promises.append(sum(stop - start for start, stop in _true_runs(seen[tokens], min_tokens)))
+        seen[donor.token_ids] = False
+    return promises
+
+
+def _runs(request: PlanRequest, donor: CachedSequence, exact_tokens: int) -> Iterator[_Run]:
+    """What the donor has of the prompt between its exact part and its last token, in order."""
+    prompt = request.prompt.token_ids[:-1]
+    same = common_prefix_tokens(prompt, donor.token_ids)
+    # Its tainted part of an unchanged prefix: nothing before it changed, and it lies where it lay.
+    if same > exact_tokens:
+        yield from _run(request, donor, exact_tokens, exact_tokens, same - exact_tokens, after_change=False)
+    start = max(same, exact_tokens)
+    for at, to, length in matching_runs(prompt[start:], donor.token_ids[same:], request.min_slide_tokens):
+        yield from _run(request, donor, start + at, same + to, length, after_change=True)
+
+
+def _run(
+    request: PlanRequest, donor: CachedSequence, start: int, source_start: int, num_tokens: int, *, after_change: bool
+) -> Iterator[_Run]:
+    """The run without tokens whose keys were rotated too often, or nothing if no piece is left that is long enough."""
+    source = slice(source_start, source_start + num_tokens)
+    moves = donor.positions[source] != request.positions[start : start + num_tokens]
+    allowed = donor.hops[source].astype(np.int64) + moves <= request.max_hops
+    pieces = _true_runs(allowed, request.min_slide_tokens)
+    if pieces:
+        tokens = np.concatenate([np.arange(start + first, start + last, dtype=np.int64) for first, last in pieces])
+        yield _Run(start, source_start, after_change, tokens)
+
+
+def _head_tokens(num_tokens: int, share: float) -> int:
+    """How many tokens of a run of `num_tokens` slid ones are corrected; a rounding error never adds one."""
+    return min(num_tokens, math.ceil(share * num_tokens - 1e-9))
+
+
+def _true_runs(mask: np.ndarray, min_tokens: int) -> list[tuple[int, int]]:
+    """The (start, stop) of runs of True that are at least `min_tokens` long."""
+    borders = np.flatnonzero(np.diff(np.concatenate([[0], mask.view(np.int8), [0]])))
+    starts, stops = borders[::2], borders[1::2]
+    long = stops - starts >= min_tokens
+    return list(zip(starts[long].tolist(), stops[long].tolist(), strict=True))
+
+
+def _pieces(tokens: np.ndarray) -> list[tuple[int, int]]:
+    """Increasing tokens as (start, stop) of contiguous pieces."""
+    breaks = np.flatnonzero(np.diff(tokens) != 1) + 1
+    return [(int(piece[0]), int(piece[-1]) + 1) for piece in np.split(tokens, breaks)]
+
+
+def _add_fresh(spans: list[Span], stop: int) -> None:
+    """Fills the gap up to `stop` with a fresh span, if there is one."""
+    start = spans[-1].stop if spans else 0
+    if start < stop:
+        spans.append(Span(start, stop, "fresh"))
