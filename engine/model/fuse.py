@@ -1,0 +1,71 @@
+"""Fused projections: several linear layers that read the same input become one, without holding a weight twice.
+
+The fused tensor takes the place of the originals: each module's weight becomes a view into it, so a wrapped model
+still runs. Layers are fused one at a time, so that the extra memory is one layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Projection(NamedTuple):
+    """A linear layer's tensors, detached from autograd and sharing their module's memory.
+
+    Attributes:
+        weight: (out_features, in_features), model dtype.
+        bias: (out_features,) or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def projection(linear: nn.Linear) -> Projection:
+    """The tensors of one linear layer."""
+    return Projection(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+
+
+def fuse(*linears: nn.Linear) -> Projection:
+    """Joins linear layers along their outputs; their weights and biases become views into the result.
+
+    Fusing the same modules again finds the views and returns the same memory.
+
+    Args:
+        linears: Layers with the same input width, dtype and device, with or without a bias.
+    """
+    weight = _joined([linear.weight for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return Projection(weight, None)
+    assert all(linear.bias is not None for linear in linears), "either all fused layers have a bias or none has"
+    return Projection(weight, _joined([linear.bias for linear in linears]))
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor with the parameters' rows in order; afterwards the parameters are views into it."""
+    rows = [len(parameter) for parameter in parameters]
+    first = parameters[0].detach()
+    if _adjacent(parameters):
+        return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
+    with torch.inference_mode(False), torch.no_grad():
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, view in zip(parameters, joined.split(rows), strict=True):
+            parameter.data = view
+    return joined
+
+
+def _adjacent(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether the parameters already lie one after the other in one storage."""
+    storage = parameters[0].untyped_storage().data_ptr()
+    offset = parameters[0].storage_offset()
+    for parameter in parameters:
+        if not parameter.is_contiguous() or parameter.untyped_storage().data_ptr() != storage:
+            return False
+        if parameter.storage_offset() != offset:
+            return False
+        offset += parameter.numel()
+    return True
