@@ -17,9 +17,8 @@ from ..errors import ContextLengthError
 from ..model.decoder import Decoder
 from ..receipt import Receipt
 from ..reuse.index import CachedSequence, CacheIndex, SpaceKey
-from ..reuse.plan import make_plan, treatments
-from ..reuse.policies import PlanRequest
-from ..reuse.replies import ReplyBook
+from ..reuse.plan import PlanRequest, plan as make_plan, treatments
+from ..reuse.replies import ReplyBooks
 from ..reuse.spans import Plan
 from ..segments import EncodedPrompt, Prompt
 from ..slide.assembly import Assembly
@@ -64,7 +63,7 @@ class Runner:
         self.index = CacheIndex(pool)
         self.context_tokens = context_tokens
         self.totals: dict[str, int] = defaultdict(int)
-        self._replies: dict[tuple[SpaceKey, str | None], ReplyBook] = {}
+        self._replies = ReplyBooks()
         self._forward = Forward(decoder, pool, attention)
 
     @torch.inference_mode()
@@ -118,7 +117,7 @@ class Runner:
         except BaseException:
             self.pool.release(assembly.table.pages)
             raise
-        self._remember(request, space, encoded, sequence, answer)
+        self._remember(request, space, sequence, answer)
         self._count(receipt)
         request.emit(replace(piece, receipt=receipt))
 
@@ -152,15 +151,14 @@ class Runner:
         finally:
             self.pool.release(assembly.table.pages)
 
-    def forget(self, space_namespace: str, session: str) -> None:
-        """Drops everything cached for a session."""
-        self.index.forget_session(space_namespace, session)
-        for key in [key for key in self._replies if key[0].namespace == space_namespace and key[1] == session]:
-            del self._replies[key]
+    def forget(self, namespace: str, session: str) -> None:
+        """Drops everything cached for a session, whatever the template."""
+        for space in self.index.spaces(namespace):
+            self.index.forget_session(space, session)
+            self._replies.forget(space, session)
 
     def _encode(self, prompt: Prompt, space: SpaceKey, session: str | None) -> EncodedPrompt:
-        book = self._replies.get((space, session))
-        encoded = encode_prompt(prompt, self._tokenizer, book.lookup if book else None)
+        encoded = encode_prompt(prompt, self._tokenizer, self._replies.book(space, session).lookup)
         if len(encoded) >= self.context_tokens:
             remedy = "shorten the prompt"
             if self.context_tokens < self._decoder.spec.context_tokens:
@@ -260,7 +258,7 @@ class Runner:
         return frozenset((*own, *params.stop_token_ids))
 
     def _remember(
-        self, request: Request, space: SpaceKey, encoded: EncodedPrompt, sequence: RunningSequence, answer: Answer
+        self, request: Request, space: SpaceKey, sequence: RunningSequence, answer: Answer
     ) -> None:
         """Indexes the answered sequence and the reply's sampled ids."""
         self.index.add(
@@ -272,15 +270,15 @@ class Runner:
             hops=sequence.hops,
             table=sequence.table,
         )
-        if request.session is None:
-            return
         reply_ids = answer.token_ids
         if reply_ids[-1] in self._stop_token_ids(request.params):
             reply_ids = reply_ids[:-1]
-        if answer.text and self._tokenizer.decode(reply_ids, skip_special_tokens=True) == answer.text:
-            header_text, header_ids = last_piece(request.prompt, self._tokenizer)
-            book = self._replies.setdefault((space, request.session), ReplyBook())
-            book.remember(header_text, header_ids, answer.text, np.asarray(reply_ids, dtype=np.int64))
+        if request.session is None or self._tokenizer.decode(reply_ids, skip_special_tokens=True) != answer.text:
+            return  # nobody's reply, or one cut inside a token by a stop string
+        book = self._replies.book(space, request.session)
+        header = last_piece(request.prompt, self._tokenizer, book.lookup)
+        canonical = self._tokenizer.encode(header.text + answer.text, add_special_tokens=False)
+        book.remember(header.text, header.ids, answer.text, np.asarray(reply_ids), np.asarray(canonical))
 
     def _count(self, receipt: Receipt) -> None:
         self.totals["requests"] += 1

@@ -117,7 +117,7 @@ class TestReuse:
         assert receipt.slid_tokens > 0, "what was computed after a slid token is tainted"
         assert receipt.corrected_tokens == 0, "nothing changed, so nothing is corrected"
         exact = engine.generate(longer, FEW, session="other", policy="prefix").receipt
-        assert exact.exact_tokens <= engine.count_tokens(SYSTEM) + 16, "prefix never reads tainted pages"
+        assert exact.exact_tokens <= engine.count_tokens(SYSTEM + NEW) + 16, "prefix never reads tainted pages"
 
     def test_keys_stay_close_when_they_slide_many_times(self):
         with tiny_engine(max_hops=20, correction_share=1.0) as engine:
@@ -160,7 +160,7 @@ class TestSeparation:
         for reply in replies:
             prompt = Prompt([*first_turn().segments, Segment.suffix(reply + QUERY)])
             receipt = engine.generate(prompt, FEW, session="s").receipt
-            assert receipt.exact_tokens > engine.count_tokens(SYSTEM + OLD + HISTORY)
+            assert receipt.exact_tokens > engine.count_tokens(SYSTEM + OLD + HISTORY) - 8, "up to the border"
 
     def test_a_session_is_gone_when_it_is_forgotten(self, engine):
         engine.generate(first_turn(), FEW, session="s")
