@@ -11,7 +11,7 @@ from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .config import EngineConfig, SamplingParams
-    from .engine import Engine
+    from .engine import Engine, EngineStats
     from .errors import (
         CacheFolderError,
         CacheSlideError,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .receipt import Receipt
+    from .run.request import Output, Piece
     from .segments import Prompt, Segment
 
 __all__ = [
@@ -35,8 +36,11 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "EngineConfig",
+    "EngineStats",
     "ModelError",
     "ModelNotInstalledError",
+    "Output",
+    "Piece",
     "Prompt",
     "PromptError",
     "Receipt",
@@ -50,6 +54,9 @@ if not TYPE_CHECKING:
     _HOMES = {
         "Engine": f"{__name__}.engine",
         "EngineConfig": f"{__name__}.config",
+        "EngineStats": f"{__name__}.engine",
+        "Output": f"{__name__}.run.request",
+        "Piece": f"{__name__}.run.request",
         "Prompt": f"{__name__}.segments",
         "Receipt": f"{__name__}.receipt",
         "SamplingParams": f"{__name__}.config",
