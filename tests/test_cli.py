@@ -11,7 +11,7 @@ import pytest
 import typer.testing
 
 from cacheslide_agents import __version__, cli
-from cacheslide_agents.engine import CacheSlideError, ConfigError, ModelNotInstalledError
+from cacheslide_agents.engine import CacheFolderError, CacheSlideError, ConfigError, ModelNotInstalledError
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,3 +77,20 @@ def test_docs_page_is_current_when_compared_with_the_help() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == module.cli_docs(), "run `make docs`"
+
+
+def test_install_warns_when_the_cache_folder_is_no_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bundled = ModuleType("cacheslide_agents.engine.model.bundled")
+    bundled.__dict__["install_bundled_model"] = lambda: tmp_path / "model.gguf"
+    monkeypatch.setitem(sys.modules, bundled.__name__, bundled)
+
+    def refuse() -> Path:
+        raise CacheFolderError("the cache folder cannot be written")
+
+    monkeypatch.setattr(cli, "_bundled_checkpoint", refuse)
+    assert _run(monkeypatch, "model", "install") == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path / 'model.gguf'}\n"
+    assert shown.err == "warning: not converted: the cache folder cannot be written\n"
