@@ -148,6 +148,10 @@ class CacheIndex:
         """All sequences of a space, most recently used first."""
         return [sequence for sequence in reversed(self._sequences.values()) if sequence.space == space]
 
+    def spaces(self, namespace: str) -> list[SpaceKey]:
+        """The spaces of a namespace in which something is cached."""
+        return [space for space in {sequence.space for sequence in self._sequences.values()} if space[0] == namespace]
+
     def session(self, space: SpaceKey, session: str | None) -> list[CachedSequence]:
         """All sequences of a session, its branches, most recently used first."""
         return [sequence for sequence in self.candidates(space) if sequence.session == session]
@@ -160,8 +164,9 @@ class CacheIndex:
         self._sequences[sequence_id] = sequence
 
     def pin(self, sequence_id: int) -> None:
-        """Keeps a sequence while a request reads it; pins are counted."""
+        """Keeps a sequence while a request reads it, which is a use of it; pins are counted."""
         self._sequences[sequence_id].pins += 1
+        self.touch(sequence_id)
 
     def unpin(self, sequence_id: int) -> None:
         """Takes one pin away."""

@@ -57,7 +57,7 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
         else:
             continue
         own = Path(path.lstrip("/"))
-        for group in (own, *own.parents) if path != "/" else (Path(),):
+        for group in (own, *own.parents):
             limit, usage = _number(base / group / limit_name), _number(base / group / usage_name)
             if limit is not None and usage is not None:
                 yield limit - usage + _droppable(base / group / "memory.stat")

@@ -75,15 +75,16 @@ def _best_donor(request: PlanRequest, exact_tokens: int) -> tuple[int | None, li
     else:
         donors = []
     promises = _promises(prompt[exact_tokens:], donors, request.min_slide_tokens) if wanted > 0 else []
-    best: tuple[int, int] = (0, 0)
+    ranking = sorted(zip(promises, donors, strict=False), key=lambda pair: (-pair[0], -pair[1].last_used))
+    best = (0, 0)
     found: tuple[int | None, list[_Run]] = (None, [])
-    for donor_idx in sorted(range(len(promises)), key=lambda idx: -promises[idx])[:MAX_DIFFS]:
-        if promises[donor_idx] < max(best[0], 1):
+    for promise, donor in ranking[:MAX_DIFFS]:
+        if (promise, donor.last_used) <= best:
             break
-        runs = list(_runs(request, donors[donor_idx], exact_tokens))
-        rating = (sum(len(run.tokens) for run in runs), donors[donor_idx].last_used)
-        if rating[0] > 0 and rating > best:
-            best, found = rating, (donors[donor_idx].id, runs)
+        runs = list(_runs(request, donor, exact_tokens))
+        rating = (sum(len(run.tokens) for run in runs), donor.last_used)
+        if runs and rating > best:
+            best, found = rating, (donor.id, runs)
     return found
 
 
