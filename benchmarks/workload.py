@@ -110,7 +110,7 @@ class _Text:
 
     def take(self, num_tokens: int) -> str:
         """The next stretch of words, ending in a newline, of exactly `num_tokens` tokens when tokenized by itself."""
-        words = bisect_right(range(len(self._words)), num_tokens, key=self._count) - 1
+        words = bisect_right(range(min(len(self._words), num_tokens) + 1), num_tokens, key=self._count) - 1
         padding = " a" * (num_tokens - self._count(words))
         text = self._stretch(words).removesuffix("\n") + padding + "\n"
         del self._words[:words]
