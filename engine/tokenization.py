@@ -49,7 +49,7 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, replies: R
         PromptError: The text cannot be encoded (a lone surrogate), or encodes to no token.
         UnsupportedModelError: The tokenizer is not a fast one.
     """
-    encoded, _ = _encode(prompt, tokenizer, replies)
+    encoded, _ = encode_with_last_piece(prompt, tokenizer, replies)
     return encoded
 
 
@@ -59,25 +59,28 @@ def last_piece(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, replies: Repl
     Together with the answer's text and ids it is what `replies` must give back when the answer returns as history.
     Arguments and errors are those of `encode_prompt`.
     """
-    _, piece = _encode(prompt, tokenizer, replies)
+    _, piece = encode_with_last_piece(prompt, tokenizer, replies)
     return piece
 
 
-def _encode(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, replies: Replies | None
+def encode_with_last_piece(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, replies: Replies | None = None
 ) -> tuple[EncodedPrompt, TextPiece]:
+    """`encode_prompt` and `last_piece` in one go; the piece's ids are those in the prompt."""
     text = prompt.text
     _check_text(text, prompt)
     vocabulary = Vocabulary.of(tokenizer)
     starts = [0, *accumulate(len(segment.text) for segment in prompt.segments)]
     tokens = _encode_text(text, _Borders(prompt, starts), vocabulary)
     ids = np.asarray(tokens.ids, dtype=np.int64)
-    ends = np.maximum.accumulate(np.asarray(tokens.ends, dtype=np.int64)) if tokens.ends else ids
-    breaks = np.flatnonzero(np.isin(ids, list(vocabulary.special_ids)))
-    last = int(breaks[-1]) + 1 if len(breaks) else 0
-    tail = TextPiece(text[ends[last - 1] :] if last else text, ids[last:])
-    if replies is not None:
-        ids, ends, tail = _with_replies(text, ids, ends, breaks, replies, tokenizer, vocabulary)
+    ends = np.maximum.accumulate(np.asarray(tokens.ends, dtype=np.int64)) if len(ids) else ids
+    breaks = [idx for idx, token_id in enumerate(tokens.ids) if token_id in vocabulary.special_ids]
+    if replies is None:
+        last = breaks[-1] + 1 if breaks else 0
+        tail = TextPiece(text[tokens.ends[last - 1] :] if last else text, ids[last:])
+    else:
+        piece_stops = [tokens.starts[idx] for idx in breaks]
+        ids, ends, tail = _with_replies(text, ids, ends, breaks, piece_stops, replies, tokenizer, vocabulary)
     opening = vocabulary.opening_ids
     if prompt.template is None and opening and ids[: len(opening)].tolist() != opening:
         ids = np.concatenate([np.asarray(opening, dtype=np.int64), ids])
@@ -145,59 +148,51 @@ class _Piece(NamedTuple):
 
 def _encode_text(text: str, borders: _Borders, vocabulary: Vocabulary) -> Tokens:
     """Encodes the whole text; in pieces only where literal characters would take part in a control token."""
-    tokens, starts = vocabulary.encode(text)
+    tokens = vocabulary.encode(text)
     if not borders.any_literal():
         return tokens
     cuts: set[int] = {0, len(text)}
     typed: set[int] = set()
-    while found := _literal_controls(text, tokens, starts, borders, vocabulary, typed):
+    while found := _literal_controls(text, tokens, borders, vocabulary):
         for start, stop in found:
+            assert start not in typed, "a control token came out of text that was encoded without them"
             if inner := borders.inside(start, stop):
                 cuts.update(inner)
             else:
                 cuts.update((start, stop))
                 typed.add(start)
         edges = sorted(cuts)
-        pieces = [_Piece(a, b, a in typed) for a, b in pairwise(edges)]
-        tokens, starts = _encode_pieces(text, pieces, vocabulary)
+        tokens = _encode_pieces(text, [_Piece(a, b, a in typed) for a, b in pairwise(edges)], vocabulary)
     return tokens
 
 
-def _encode_pieces(text: str, pieces: list[_Piece], vocabulary: Vocabulary) -> tuple[Tokens, list[int]]:
-    ids: list[int] = []
-    starts: list[int] = []
-    ends: list[int] = []
+def _encode_pieces(text: str, pieces: list[_Piece], vocabulary: Vocabulary) -> Tokens:
+    whole = Tokens([], [], [])
     for start, stop, as_text in pieces:
         if as_text:
-            piece_ids = vocabulary.encode_as_text(text[start:stop])
-            ids += piece_ids
-            starts += [start] * len(piece_ids)
-            ends += [stop] * len(piece_ids)
-            continue
-        encode = vocabulary.encode_inside if start else vocabulary.encode
-        piece, piece_starts = encode(text[start:stop])
-        ids += piece.ids
-        starts += [start + offset for offset in piece_starts]
-        ends += [start + offset for offset in piece.ends]
-    return Tokens(ids, ends), starts
+            ids = vocabulary.encode_as_text(text[start:stop])
+            piece = Tokens(ids, [0] * len(ids), [stop - start] * len(ids))
+        else:
+            piece = (vocabulary.encode_inside if start else vocabulary.encode)(text[start:stop])
+        whole.ids.extend(piece.ids)
+        whole.starts.extend(start + offset for offset in piece.starts)
+        whole.ends.extend(start + offset for offset in piece.ends)
+    return whole
 
 
-def _literal_controls(
-    text: str, tokens: Tokens, starts: list[int], borders: _Borders, vocabulary: Vocabulary, typed: set[int]
-) -> list[tuple[int, int]]:
+def _literal_controls(text: str, tokens: Tokens, borders: _Borders, vocabulary: Vocabulary) -> list[tuple[int, int]]:
     """Ranges of control tokens with literal characters in them, without the blanks that a token may swallow."""
     found = []
     control_ids = vocabulary.control_ids
     for idx, token_id in enumerate(tokens.ids):
         if token_id not in control_ids:
             continue
-        start, stop = starts[idx], tokens.ends[idx]
+        start, stop = tokens.starts[idx], tokens.ends[idx]
         core = text[start:stop].strip()
         if core:
             start += text[start:stop].index(core)
             stop = start + len(core)
         if borders.is_literal(start, stop):
-            assert start not in typed, "a control token came out of text that was encoded without them"
             found.append((start, stop))
     return found
 
@@ -206,12 +201,23 @@ def _with_replies(
     text: str,
     ids: np.ndarray,
     ends: np.ndarray,
-    breaks: np.ndarray,
+    breaks: list[int],
+    piece_stops: list[int],
     replies: Replies,
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: Vocabulary,
 ) -> tuple[np.ndarray, np.ndarray, TextPiece]:
     """Puts the sampled ids of known pieces in place of the canonical ones.
+
+    Args:
+        text: The whole text.
+        ids: (tokens,) int64.
+        ends: (tokens,) int64: the character at which each token ends, not decreasing.
+        breaks: The special tokens' indices.
+        piece_stops: The characters at which the special tokens start.
+        replies: As in `encode_prompt`.
+        tokenizer: Decodes sampled ids, to find out where each of them ends.
+        vocabulary: The tokenizer's.
 
     Returns:
         The ids and ends of all tokens, both (tokens,) int64, and the last piece.
@@ -219,28 +225,30 @@ def _with_replies(
     all_ids: list[np.ndarray] = []
     all_ends: list[np.ndarray] = []
     start, char = 0, 0
-    for stop in [*breaks.tolist(), len(ids)]:
-        is_last = stop == len(ids)
-        # A special token may swallow blanks before it (lstrip); they are of no piece, and neither is its own text.
-        piece_stop = len(text) if is_last else int(ends[stop - 1]) if stop > start else char
+    for stop, piece_stop in zip([*breaks, len(ids)], [*piece_stops, len(text)], strict=True):
         piece_text, piece_ids, piece_ends = text[char:piece_stop], ids[start:stop], ends[start:stop]
-        sampled = replies(piece_text) if piece_text else None
-        if sampled is not None and _same_controls(sampled, piece_ids, vocabulary):
-            piece_ids = np.asarray(sampled, dtype=np.int64)
-            piece_ends = char + _ends_of(piece_ids, len(piece_text), tokenizer)
+        sampled = _sampled_ids(piece_text, piece_ids, replies, vocabulary)
+        if sampled is not None:
+            piece_ids, piece_ends = sampled, char + _ends_of(sampled, len(piece_text), tokenizer)
         last = TextPiece(piece_text, piece_ids)
         all_ids += [piece_ids, ids[stop : stop + 1]]
         all_ends += [piece_ends, ends[stop : stop + 1]]
-        if not is_last:
+        if stop < len(ids):
             start, char = stop + 1, int(ends[stop])
     return np.concatenate(all_ids), np.concatenate(all_ends), last
 
 
-def _same_controls(sampled: np.ndarray, canonical: np.ndarray, vocabulary: Vocabulary) -> bool:
+def _sampled_ids(piece_text: str, canonical: np.ndarray, replies: Replies, vocabulary: Vocabulary) -> np.ndarray | None:
+    """The sampled ids of a piece, (tokens,) int64, unless they would add or remove a control token."""
+    sampled = replies(piece_text) if piece_text else None
+    if sampled is None and piece_text.startswith(" ") and not vocabulary.is_byte_level:
+        sampled = replies(piece_text[1:])  # SentencePiece decodes an answer without the space before it
+    if sampled is None or not len(sampled):
+        return None
     control_ids = list(vocabulary.control_ids)
-    return len(sampled) > 0 and np.array_equal(
-        sampled[np.isin(sampled, control_ids)], canonical[np.isin(canonical, control_ids)]
-    )
+    sampled = np.asarray(sampled, dtype=np.int64)
+    kept, wanted = sampled[np.isin(sampled, control_ids)], canonical[np.isin(canonical, control_ids)]
+    return sampled if np.array_equal(kept, wanted) else None
 
 
 def _ends_of(ids: np.ndarray, num_chars: int, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
 
 class Tokens(NamedTuple):
-    """Ids of a text and, for each, the offset in characters at which it ends."""
+    """Ids of a text and, for each, the offsets in characters at which it starts and ends.
+
+    Byte-level tokens of one character share its offsets. A special token's range holds the blanks that it swallows.
+    """
 
     ids: list[int]
+    starts: list[int]
     ends: list[int]
 
 
@@ -88,27 +92,26 @@ class Vocabulary:
             vocabulary.backend.encode_special_tokens = False
         return vocabulary
 
-    def encode(self, text: str) -> tuple[Tokens, list[int]]:
-        """Encodes a text, adding nothing to it; returns the tokens and their start offsets too."""
+    def encode(self, text: str) -> Tokens:
+        """Encodes a text, adding nothing to it."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         starts: list[int] = []
         ends: list[int] = []
         for start, end in encoding.offsets:
             starts.append(start)
             ends.append(end)
-        return Tokens(encoding.ids, ends), starts
+        return Tokens(encoding.ids, starts, ends)
 
-    def encode_inside(self, text: str) -> tuple[Tokens, list[int]]:
+    def encode_inside(self, text: str) -> Tokens:
         """Encodes text that stands in the middle of another, without the space that SentencePiece puts at a start.
 
         The text is encoded behind a newline, which is taken off again, as transformers does.
         """
-        tokens, starts = self.encode("\n" + text)
+        ids, starts, ends = self.encode("\n" + text)
         drop = len(self._newline_ids)
-        if tokens.ids[:drop] != self._newline_ids:
+        if ids[:drop] != self._newline_ids:
             return self.encode(text)
-        ends = [end - 1 for end in tokens.ends[drop:]]
-        return Tokens(tokens.ids[drop:], ends), [max(start - 1, 0) for start in starts[drop:]]
+        return Tokens(ids[drop:], [max(start - 1, 0) for start in starts[drop:]], [end - 1 for end in ends[drop:]])
 
     def encode_as_text(self, text: str) -> list[int]:
         """Encodes a typed control token as the plain text it is.

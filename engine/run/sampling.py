@@ -13,16 +13,16 @@ from ..errors import ModelError
 MIN_TEMPERATURE = 1e-5
 """Temperatures below it are greedy: dividing by them overflows."""
 
-_FIRST_CANDIDATES = 1024
-"""Tokens that top-p looks at before it sorts the whole vocabulary (CPU)."""
+_FIRST_CANDIDATES = (256, 4096)
+"""Numbers of tokens that top-p looks at before it sorts the whole vocabulary (CPU)."""
 
 
 class Sampler:
     """Draws one request's tokens.
 
     The order is repetition penalty, frequency and presence penalties, temperature, top-k, top-p (over what top-k
-    left), draw. The draw is argmax(logit + Gumbel noise), with noise for each id of the vocabulary whatever the
-    filters keep: under one seed, logits that differ slightly nearly always give the same token. Penalties that are
+    left), draw. The draw gives each id of the vocabulary noise of its own, whatever the filters keep (the Gumbel-max
+    trick): under one seed, logits that differ slightly nearly always give the same token. Penalties that are
     off cost nothing, and their state is kept from token to token. Everything stays on the device of the logits; a
     token costs one host synchronisation.
 
@@ -42,11 +42,8 @@ class Sampler:
         self._prompt_ids = prompt_ids
         self._device = device
         self._generator = torch.Generator(device)
-        if params.seed is None:
-            self.seed = self._generator.seed()
-        else:
-            self.seed = params.seed
-            self._generator.manual_seed(params.seed % 2**64)
+        self.seed = self._generator.seed() >> 1 if params.seed is None else params.seed  # what settings allow
+        self._generator.manual_seed(self.seed)
         self._seen: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         self._num_counted = 0
@@ -102,13 +99,13 @@ class Sampler:
     def _draw(self, scaled: torch.Tensor) -> torch.Tensor:
         """Draws from scaled logits (vocab,), whose highest is 0; the id is a scalar int64 on the device."""
         params = self._params
-        noise = torch.empty_like(scaled).exponential_(generator=self._generator)
-        noise = noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_().neg_()
+        # In float64: float32 has too few values near 0 and 1 to give rare tokens of a large vocabulary their due.
+        uniform = torch.rand(len(scaled), dtype=torch.float64, device=self._device, generator=self._generator)
         num_kept = min(params.top_k or len(scaled), len(scaled))
         if num_kept == len(scaled) and params.top_p == 1.0:
-            return (scaled + noise).argmax()
+            return _race(scaled, uniform)
         values, ids = self._candidates(scaled, num_kept)
-        return ids[(values + noise[ids]).argmax()]
+        return ids[_race(values, uniform[ids])]
 
     def _candidates(self, scaled: torch.Tensor, num_kept: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What top-k and top-p keep: values (candidates,), highest first, −inf for those left out, and ids."""
@@ -117,13 +114,21 @@ class Sampler:
             values, ids = scaled.topk(num_kept)
             return (values if top_p == 1.0 else _nucleus(values, values.softmax(0), top_p)), ids
         total = scaled.logsumexp(0)
-        if scaled.device.type == "cpu" and len(scaled) > _FIRST_CANDIDATES:
-            values, ids = scaled.topk(_FIRST_CANDIDATES)
-            probabilities = (values - total).exp()
-            if probabilities.sum() >= top_p:
-                return _nucleus(values, probabilities, top_p), ids
+        if scaled.device.type == "cpu":  # elsewhere sorting is quick and the comparison would wait for the device
+            for num_first in _FIRST_CANDIDATES:
+                values, ids = scaled.topk(min(num_first, len(scaled)))
+                probabilities = (values - total).exp()
+                if probabilities.sum() >= top_p:
+                    return _nucleus(values, probabilities, top_p), ids
         values, ids = scaled.sort(descending=True)
         return _nucleus(values, (values - total).exp(), top_p), ids
+
+
+def _race(scaled: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The index of one token drawn by weight exp(scaled): argmax of weight / exponential noise, as Gumbel's."""
+    noise = uniform.clamp_(min=torch.finfo(uniform.dtype).tiny).log_().neg_()
+    noise = noise.clamp_(min=torch.finfo(uniform.dtype).tiny)
+    return scaled.exp().div(noise).argmax()
 
 
 def _nucleus(values: torch.Tensor, probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
