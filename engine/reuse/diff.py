@@ -111,8 +111,13 @@ def _anchor_pairs(prompt_grams: np.ndarray, donor_grams: np.ndarray) -> tuple[np
     """Where equal grams stand: ((pairs, 2) int64 by diagonal and place, whether these are all pairs there are)."""
     order = np.argsort(donor_grams, kind="stable")
     ordered = donor_grams[order]
-    first = np.searchsorted(ordered, prompt_grams, side="left")
-    count = np.searchsorted(ordered, prompt_grams, side="right") - first
+    first = np.searchsorted(ordered, prompt_grams)
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))  # of each gram's occurrences in `order`
+    sizes = np.diff(np.append(starts, len(order)))
+    occurrences = np.zeros(len(order) + 1, dtype=np.int64)
+    occurrences[starts] = sizes
+    found = np.append(ordered, ordered[:1])[first] == prompt_grams
+    count = np.where(found, occurrences[first], 0)
     prompt_starts, donor_starts = [], []
     for occurrence in range(MAX_OCCURRENCES):
         at = np.flatnonzero((count > occurrence) & (count <= MAX_OCCURRENCES))
@@ -120,14 +125,13 @@ def _anchor_pairs(prompt_grams: np.ndarray, donor_grams: np.ndarray) -> tuple[np
         donor_starts.append(order[first[at] + occurrence])
     frequent = np.flatnonzero(count > MAX_OCCURRENCES)
     if len(frequent):
-        changes = np.append(True, ordered[1:] != ordered[:-1])
-        donor_group = np.maximum.accumulate(np.where(changes, np.arange(len(ordered)), 0))
-        for chosen in _likely(order, donor_group, first, count, frequent):
+        for chosen in _likely(order, np.repeat(starts, sizes), first, count, frequent):
             prompt_starts.append(frequent)
             donor_starts.append(chosen)
     at, to = np.concatenate(prompt_starts), np.concatenate(donor_starts)
     width = len(prompt_grams) + 1
-    keys = np.unique((to - at + width) * width + at)
+    keys = np.sort((to - at + width) * width + at)
+    keys = keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
     at = keys % width
     return np.column_stack([at, keys // width - width + at]), len(frequent) == 0
 

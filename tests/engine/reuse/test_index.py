@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -31,7 +33,7 @@ class Shelf:
 
     def add(
         self,
-        tokens: list[int] | np.ndarray,
+        tokens: Sequence[int] | np.ndarray,
         session: str | None = "a",
         exact: int | None = None,
         space: SpaceKey = SPACE,
@@ -149,7 +151,8 @@ def test_arrays_are_the_indexs_own_when_the_caller_goes_on_writing() -> None:
     sequence = shelf.add(tokens)
     tokens[:] = 0
     assert sequence.token_ids.tolist() == list(range(20))
-    assert (sequence.token_ids.dtype, sequence.positions.dtype, sequence.hops.dtype) == (np.int64, np.int64, np.uint8)
+    assert sequence.token_ids.dtype == sequence.positions.dtype == np.dtype(np.int64)
+    assert sequence.hops.dtype == np.dtype(np.uint8)
     assert shelf.index.get(sequence.id) is sequence
 
 

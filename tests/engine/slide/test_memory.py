@@ -1,11 +1,11 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from cacheslide_agents.engine.slide import memory
-from cacheslide_agents.engine.slide.memory import free_host_bytes
+from cacheslide_agents.engine.slide.memory import UNKNOWN_FREE_BYTES, free_host_bytes
 
 MIB = 2**20
 
@@ -65,8 +65,8 @@ def test_a_stated_default_is_taken_when_even_the_memory_size_is_unknown(
     def unknown(name: str) -> int:
         raise ValueError(name)
 
-    monkeypatch.setattr(memory.os, "sysconf", unknown)
-    assert free_host_bytes(tmp_path) == memory.UNKNOWN_FREE_BYTES
+    monkeypatch.setattr(os, "sysconf", unknown)
+    assert free_host_bytes(tmp_path) == UNKNOWN_FREE_BYTES
 
 
 def test_this_machine_has_free_memory_when_asked() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import settings
@@ -116,7 +118,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.references(range(self.num_pages)).tolist() == list(self.model.references.values())
         free_runs = self.pool._free.runs()
         assert {page for start, stop in free_runs for page in range(start, stop)} == self.model.free()
-        assert all(before[1] < run[0] for before, run in zip(free_runs, free_runs[1:], strict=False))
+        assert all(before[1] < run[0] for before, run in pairwise(free_runs))
 
 
 TestPoolAgainstNaiveModel = PoolMachine.TestCase

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+from itertools import count, islice
+
+import numpy as np
+import pytest
+
+from cacheslide_agents.engine.reuse.index import CachedSequence, SpaceKey
+from cacheslide_agents.engine.reuse.plan import PlanRequest, assert_valid, plan
+from cacheslide_agents.engine.reuse.spans import Plan, Span
+from cacheslide_agents.engine.segments import EncodedPrompt
+from cacheslide_agents.engine.slide.block_table import BlockTable
+
+_tokens = count()
+
+
+def text(num_tokens: int) -> np.ndarray:
+    """Tokens that occur nowhere else."""
+    return np.fromiter(islice(_tokens, num_tokens), dtype=np.int64)
+
+
+def joined(*parts: np.ndarray) -> np.ndarray:
+    return np.concatenate(parts)
+
+
+def cached(
+    number: int, tokens: np.ndarray, exact: int | None = None, session: str | None = "a", hops: int = 0
+) -> CachedSequence:
+    num_tokens = len(tokens)
+    return CachedSequence(
+        number,
+        SpaceKey("default", None),
+        session,
+        tokens,
+        np.arange(num_tokens),
+        num_tokens if exact is None else exact,
+        np.full(num_tokens, hops, dtype=np.uint8),
+        BlockTable(),
+        last_used=number,
+    )
+
+
+def slide(tokens: np.ndarray, *sequences: CachedSequence, session: str | None = "a", **settings: float) -> Plan:
+    request = PlanRequest(
+        EncodedPrompt(tokens, (0,), ("suffix",)),
+        session,
+        sequences,
+        **settings,  # type: ignore[arg-type]
+    )
+    made = plan("slide", request)
+    assert_valid(made)
+    return made
+
+
+def test_the_suffix_slides_when_the_memory_block_grew() -> None:
+    system, old, new, suffix, query = text(256), text(128), text(193), text(1_280), text(32)
+    made = slide(joined(system, new, suffix, query), cached(0, joined(system, old, suffix)))
+    assert made.spans == (
+        Span(0, 256, "exact", 0, 0),
+        Span(256, 449, "fresh"),
+        Span(449, 1_729, "slid", 0, 384, after_change=True),
+        Span(1_729, 1_761, "fresh"),
+    )
+    assert made.corrected.tolist() == list(range(449, 577))
+    assert made.exact_tokens == 449
+
+
+def test_everything_is_exact_when_a_conversation_only_grows() -> None:
+    history, reply, message = text(300), text(40), text(25)
+    made = slide(joined(history, reply, message), cached(0, joined(history, reply)))
+    assert made.spans == (Span(0, 340, "exact", 0, 0), Span(340, 365, "fresh"))
+    assert len(made.corrected) == 0
+
+
+def test_the_rest_slides_when_a_message_in_the_middle_is_dropped() -> None:
+    head, dropped, rest, message = text(200), text(50), text(300), text(20)
+    made = slide(joined(head, rest, message), cached(0, joined(head, dropped, rest)))
+    assert made.spans == (
+        Span(0, 200, "exact", 0, 0),
+        Span(200, 500, "slid", 0, 250, after_change=True),
+        Span(500, 520, "fresh"),
+    )
+    assert made.corrected.tolist() == list(range(200, 230))
+
+
+def test_the_rest_slides_when_the_head_of_the_history_is_dropped() -> None:
+    system, header, first, second, message = text(60), text(4), text(90), text(400), text(20)
+    made = slide(
+        joined(system, header, second, header, message),
+        cached(0, joined(system, header, first, header, second)),
+    )
+    assert made.spans == (
+        Span(0, 64, "exact", 0, 0),
+        Span(64, 464, "slid", 0, 158, after_change=True),
+        Span(464, 488, "fresh"),
+    )
+
+
+def test_head_and_rest_are_reused_when_a_segment_grew() -> None:
+    system, segment, more, rest, message = text(30), text(100), text(40), text(200), text(10)
+    made = slide(joined(system, segment, more, rest, message), cached(0, joined(system, segment, rest)))
+    assert [(len(span), span.treatment) for span in made.spans] == [
+        (130, "exact"),
+        (40, "fresh"),
+        (200, "slid"),
+        (10, "fresh"),
+    ]
+
+
+def test_the_prompt_is_exact_and_both_branches_serve_when_a_reply_is_generated_again() -> None:
+    history, first, second, message = text(300), text(50), text(60), text(20)
+    branches = (cached(0, joined(history, first)), cached(1, joined(history, second)))
+    assert slide(history, *branches).spans == (Span(0, 299, "exact", 1, 0), Span(299, 300, "fresh"))
+    assert slide(joined(history, first, message), *branches).spans[0] == Span(0, 350, "exact", 0, 0)
+    assert slide(joined(history, second, message), *branches).spans[0] == Span(0, 360, "exact", 1, 0)
+
+
+def test_what_follows_slides_in_place_when_an_early_message_is_edited_to_equal_length() -> None:
+    head, old, new, rest, message = text(100), text(20), text(20), text(200), text(10)
+    made = slide(joined(head, new, rest, message), cached(0, joined(head, old, rest), hops=3), max_hops=3)
+    assert made.spans[2] == Span(120, 320, "slid", 0, 120, after_change=True)
+
+
+def test_the_same_prefix_slides_without_correction_when_it_is_tainted() -> None:
+    tokens, message = text(300), text(20)
+    made = slide(joined(tokens, message), cached(0, tokens, exact=100))
+    assert made.spans == (
+        Span(0, 100, "exact", 0, 0),
+        Span(100, 300, "slid", 0, 100, after_change=False),
+        Span(300, 320, "fresh"),
+    )
+    assert len(made.corrected) == 0
+    assert made.exact_tokens == 100
+
+
+def test_only_what_follows_the_change_is_corrected_when_the_prefix_is_tainted() -> None:
+    head, dropped, rest, message = text(300), text(40), text(200), text(20)
+    made = slide(joined(head, rest, message), cached(0, joined(head, dropped, rest), exact=100))
+    assert [(span.start, span.treatment, span.after_change) for span in made.spans] == [
+        (0, "exact", False),
+        (100, "slid", False),
+        (300, "slid", True),
+        (500, "fresh", False),
+    ]
+    assert made.corrected.tolist() == list(range(300, 320))
+
+
+def test_each_run_has_a_head_of_its_own_when_there_are_two_changes() -> None:
+    first, gone, second, third, message = text(50), text(30), text(100), text(205), text(10)
+    made = slide(joined(second, third, message), cached(0, joined(first, second, gone, third)))
+    assert made.corrected.tolist() == [*range(10), *range(100, 121)]
+
+
+@pytest.mark.parametrize(("share", "corrected"), [(0.0, 0), (0.1, 20), (0.101, 21), (1.0, 200)])
+def test_the_head_is_as_long_as_the_share_says_when_a_run_slides(share: float, corrected: int) -> None:
+    rest = text(200)
+    made = slide(joined(rest, text(5)), cached(0, joined(text(30), rest)), correction_share=share)
+    assert made.corrected.tolist() == list(range(corrected))
+
+
+def test_tainted_tokens_are_corrected_too_when_all_shall_be() -> None:
+    tokens = text(300)
+    made = slide(joined(tokens, text(5)), cached(0, tokens, exact=100), correction_share=1.0)
+    assert made.corrected.tolist() == list(range(100, 300))
+
+
+def test_worn_tokens_are_fresh_and_the_head_is_one_when_hops_run_out_inside_a_run() -> None:
+    gone, rest = text(30), text(200)
+    donor = cached(0, joined(gone, rest))
+    donor.hops[30 + 40 : 30 + 60] = 20
+    made = slide(joined(rest, text(5)), donor, max_hops=20)
+    assert made.spans == (
+        Span(0, 40, "slid", 0, 30, after_change=True),
+        Span(40, 60, "fresh"),
+        Span(60, 200, "slid", 0, 90, after_change=True),
+        Span(200, 205, "fresh"),
+    )
+    assert made.corrected.tolist() == list(range(18))
+
+
+def test_worn_tokens_stay_when_they_do_not_move() -> None:
+    tokens = text(100)
+    made = slide(joined(tokens, text(5)), cached(0, tokens, exact=0, hops=20), max_hops=20)
+    assert made.spans[0] == Span(0, 100, "slid", 0, 0)
+
+
+@pytest.mark.parametrize(("length", "treatment"), [(15, "fresh"), (16, "slid")])
+def test_a_run_is_computed_when_it_is_below_the_break_even_length(length: int, treatment: str) -> None:
+    run = text(length)
+    made = slide(joined(text(20), run, text(20)), cached(0, joined(text(40), run)), min_slide_tokens=16)
+    assert treatment in [span.treatment for span in made.spans]
+    assert ("slid" in [span.treatment for span in made.spans]) == (treatment == "slid")
+
+
+def test_another_session_gives_exact_tokens_only_when_sharing_is_off() -> None:
+    system, rest = text(100), text(200)
+    foreign = cached(0, joined(system, text(30), rest), session="b")
+    tokens = joined(system, rest, text(5))
+    assert [span.treatment for span in slide(tokens, foreign).spans] == ["exact", "fresh"]
+    assert [span.treatment for span in slide(tokens, foreign, share_slid=True).spans] == ["exact", "slid", "fresh"]
+    nobodys = cached(1, foreign.token_ids, session=None)
+    assert [span.treatment for span in slide(tokens, nobodys, session=None).spans] == ["exact", "fresh"]
+
+
+def test_the_donor_and_the_exact_source_differ_when_another_session_has_the_longer_prefix() -> None:
+    system, middle, rest = text(100), text(50), text(200)
+    own = cached(0, joined(system, text(30), rest))
+    foreign = cached(1, joined(system, middle, text(30)), session="b")
+    made = slide(joined(system, middle, rest, text(5)), own, foreign)
+    assert made.spans[:2] == (Span(0, 150, "exact", 1, 0), Span(150, 350, "slid", 0, 130, after_change=True))
+
+
+def test_the_branch_with_most_in_common_gives_when_a_session_has_several() -> None:
+    first, second, message = text(100), text(100), text(5)
+    whole = cached(0, joined(text(30), first, second))
+    later = cached(1, joined(text(30), first))
+    made = slide(joined(first, second, message), whole, later)
+    assert made.spans[0] == Span(0, 200, "slid", 0, 30, after_change=True)
+    again = cached(2, joined(text(40), first, second))
+    assert slide(joined(first, second, message), again, whole, later).spans[0].source == 2
+
+
+def test_the_right_branch_is_found_when_there_are_very_many() -> None:
+    wanted, message = text(400), text(5)
+    branches = [cached(i, joined(text(20), wanted[: 100 + i])) for i in range(60)]
+    branches.insert(7, cached(60, joined(text(20), wanted)))
+    branches[7].last_used = -1
+    assert slide(joined(wanted, message), *branches).spans[0].source == 60
