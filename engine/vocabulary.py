@@ -53,14 +53,17 @@ class Vocabulary:
             )
         backend: Tokenizer = getattr(tokenizer, "backend_tokenizer")  # noqa: B009 (only fast tokenizers declare it)
         template = _template_source(tokenizer)
-        listed = set(getattr(tokenizer, "chat_control_tokens", None) or ())
+        listed = getattr(tokenizer, "chat_control_tokens", None)
         self.backend = backend
         self.control_ids: frozenset[int] = frozenset(
             token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.special
-            or token.content in listed
-            or (not listed and not token.content.isspace() and token.content in template)
+            or (
+                token.content in listed
+                if listed is not None
+                else token.content in template and not token.content.isspace()
+            )
         )
         self.special_ids: frozenset[int] = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special

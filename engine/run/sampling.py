@@ -77,7 +77,7 @@ class Sampler:
         params = self._params
         if params.repetition_penalty != 1.0 and self._seen is None:
             self._seen = torch.zeros_like(logits, dtype=torch.bool)
-            self._seen[torch.as_tensor(self._prompt_ids, dtype=torch.int64, device=self._device)] = True
+            self._seen[torch.from_numpy(np.array(self._prompt_ids)).to(self._device)] = True
         if (params.presence_penalty or params.frequency_penalty) and self._counts is None:
             self._counts = torch.zeros_like(logits)
         for token_id in (
