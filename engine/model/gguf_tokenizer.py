@@ -1,9 +1,10 @@
 """The tokenizer of a GGUF file.
 
 A file names the rule that splits text before merging only by a short word (`tokenizer.ggml.pre`). transformers' own
-reader falls back to GPT-2's rule for words that it does not know, SmolLM's among them, whose digits then merge into
-numbers that the model never saw; so byte-level vocabularies are built here, and an unknown word is refused.
-Sentencepiece vocabularies (Llama 2, Mistral, Phi-3) are left to transformers.
+reader falls back to GPT-2's rule for words that it does not know, SmolLM's among them: spaces or empty lines before a
+digit then become other tokens than those the model was trained on (an empty line before "1." two instead of one). So
+byte-level vocabularies are built here, and an unknown word is refused. Sentencepiece vocabularies (Llama 2, Mistral,
+Phi-3) are left to transformers.
 """
 
 from __future__ import annotations

@@ -132,7 +132,9 @@ def _check_served(model_config: Any, config: EngineConfig) -> None:
 
 def _from_pretrained(folder: Path | None, named: str, dtype: torch.dtype, **given: Any) -> PreTrainedModel:
     """Load by transformers' own loader, quiet and strict: weights that are absent would else be drawn at random."""
-    load: Any = AutoModelForCausalLM.from_pretrained
+    auto: Any = AutoModelForCausalLM
+    # the auto class wants a folder; without one the config says which class it is
+    load = auto.from_pretrained if folder is not None else auto._model_mapping[type(given["config"])].from_pretrained
     with _no_progress_bars():
         try:
             model, found = load(
