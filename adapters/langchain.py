@@ -23,10 +23,6 @@ from .messages import from_langchain
 from .settings import SAMPLING_SETTINGS, Request, no_tools
 from .threads import in_thread, thread_of_call, thread_of_config, with_thread
 
-if TYPE_CHECKING:
-    pass
-
-
 _LANGCHAIN_SETTINGS = ("stream", "ls_structured_output_format", "structured_output_format")
 """What LangChain itself passes along with a call."""
 
