@@ -16,6 +16,7 @@ from cacheslide_agents.engine.errors import PromptError, UnsupportedModelError
 from cacheslide_agents.engine.segments import Prompt, Segment
 from cacheslide_agents.engine.tokenization import encode_prompt, encode_with_last_piece, last_piece
 from tests.engine.text_tokenizers import STYLES, text_tokenizer
+from tests.tiny import tiny_tokenizer
 
 CONTROLS = (
     "<|im_end|>",
@@ -80,7 +81,8 @@ def _render(tokenizer: PreTrainedTokenizerFast, contents: list[str], **options: 
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None)
 def test_ids_equal_the_templates_when_no_control_token_is_typed(style: str, contents: list[str]) -> None:
-    contents = [content.strip() for content in contents]  # some templates strip
+    if style in ("llama3", "mistral", "mistral_legacy"):  # their templates strip
+        contents = [content.strip() for content in contents]
     tokenizer = text_tokenizer(style)
     for literal in (False, True):
         encoded = encode_prompt(_chat_prompt(tokenizer, contents, literal), tokenizer)
@@ -139,6 +141,20 @@ def test_glue_control_tokens_survive_when_literal_text_around_them_holds_some() 
     ids = encode_prompt(Prompt(segments, "t"), tokenizer).token_ids
     assert (ids == tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == 1
     assert tokenizer.decode(ids) == Prompt(segments).text
+
+
+def test_glue_control_token_survives_when_a_longer_one_would_reach_into_literal_text() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.add_tokens(["x<|im_end|>"], special_tokens=True)
+    segments = [Segment.suffix("ax", literal=True), Segment.system("<|im_end|>")]
+    ids = encode_prompt(Prompt(segments, "t"), tokenizer).token_ids
+    assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["a", "x", "<|im_end|>"]
+
+
+def test_blanks_are_swallowed_as_by_the_template_when_literal_text_begins_with_some() -> None:
+    tokenizer = text_tokenizer("phi3")
+    encoded = encode_prompt(_chat_prompt(tokenizer, ["a", " \n dog"], literal=True), tokenizer)
+    assert encoded.token_ids.tolist() == _render(tokenizer, ["a", " \n dog"])
 
 
 def test_added_words_stay_words_when_no_template_writes_them() -> None:

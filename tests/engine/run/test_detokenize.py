@@ -90,9 +90,10 @@ def test_unfinished_character_is_replaced_when_the_text_ends(style: str) -> None
 def test_leading_space_stays_when_the_context_is_known() -> None:
     tokenizer = text_tokenizer("mistral")
     ids = tokenizer.encode("dog", add_special_tokens=False)
-    alone, behind = Detokenizer(tokenizer), Detokenizer(tokenizer, [*tokenizer.encode("the", add_special_tokens=False)])
-    assert "".join([*map(alone.push, ids), alone.finish()]) == "dog"
-    assert "".join([*map(behind.push, ids), behind.finish()]) == " dog"
+    context = tokenizer.encode("the[/INST]", add_special_tokens=False)
+    for context_ids, expected in (((), "dog"), (context, " dog"), (context[-1:], "dog")):
+        detokenizer = Detokenizer(tokenizer, context_ids)
+        assert "".join([*map(detokenizer.push, ids), detokenizer.finish()]) == expected
 
 
 @pytest.mark.parametrize("scheme", ["always", "never"])

@@ -164,6 +164,19 @@ def test_seed_repeats_the_draws_whatever_others_do(filters: dict[str, Any]) -> N
     assert draw(None, disturb=False) != draw(None, disturb=False)
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 12}, {"top_p": 0.8}])
+def test_filters_change_no_draw_that_they_allow(filters: dict[str, Any]) -> None:
+    logits = _logits(2)
+    params = SamplingParams(temperature=1.0, seed=5, **filters)
+    allowed = _probabilities(logits, params) > 0
+    free, filtered = _sampler(temperature=1.0, seed=5), Sampler(params, np.array([0]), CPU)
+    pairs = [
+        (free.sample(torch.from_numpy(logits), []), filtered.sample(torch.from_numpy(logits), [])) for _ in range(60)
+    ]
+    assert all(drawn == kept for drawn, kept in pairs if allowed[drawn])
+    assert sum(allowed[drawn] for drawn, _ in pairs) > 30
+
+
 @pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1])
 def test_every_allowed_integer_is_a_seed(seed: int) -> None:
     sampler = _sampler(temperature=1.0, seed=seed)
