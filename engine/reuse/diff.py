@@ -20,6 +20,8 @@ MAX_OCCURRENCES = 4
 MAX_BLOCKS = 1024
 """So many of the longest matching blocks go into the choice of the best chain, whose cost grows with their square."""
 
+_MAX_STATES = 4  # trades between coverage and room to trim that are kept for a block
+
 _RUN_COST = 1.0 / (4 * MAX_BLOCKS)  # of two chains that cover the same, the one with fewer runs is better
 
 
@@ -201,7 +203,6 @@ def _best_chain(blocks: np.ndarray, min_tokens: int) -> list[Run]:
     left = np.empty(room, dtype=np.int64)  # tokens of the chain's last run
     end = np.empty((room, 2), dtype=np.int64)
     parent = np.empty(room, dtype=np.int64)
-    owner = np.empty(room, dtype=np.int64)
     count = 0
     for block_idx, (at, to, length) in enumerate(blocks.tolist()):
         overlap = np.maximum(np.maximum(end[:count, 0] - at, end[:count, 1] - to), 0)
@@ -212,11 +213,10 @@ def _best_chain(blocks: np.ndarray, min_tokens: int) -> list[Run]:
         for state in _worthwhile(totals, remains):
             covered[count], left[count], end[count] = totals[state], remains[state], ends[block_idx]
             parent[count] = state if state < len(totals) - 1 else -1
-            owner[count] = block_idx
             count += 1
     runs: list[Run] = []
     state = int(covered[:count].argmax())
-    limit = ends[owner[state]]
+    limit = end[state]
     while state >= 0:
         trimmed = max(0, int((end[state] - limit).max()))
         length = int(left[state]) - trimmed
@@ -225,9 +225,6 @@ def _best_chain(blocks: np.ndarray, min_tokens: int) -> list[Run]:
         limit = np.array([at, to])
         state = int(parent[state])
     return runs[::-1]
-
-
-_MAX_STATES = 4
 
 
 def _worthwhile(totals: np.ndarray, remains: np.ndarray) -> list[int]:

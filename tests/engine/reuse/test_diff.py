@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cacheslide_agents.engine.reuse import diff
@@ -76,6 +76,42 @@ def test_coverage_is_the_optimum_when_no_window_repeats(
     runs = matching_runs(prompt, donor, gram_tokens + longer)
     assert_runs(runs, prompt, donor, gram_tokens + longer)
     assert covered(runs) == longest_chain_tokens(prompt, donor, gram_tokens + longer)
+
+
+GREEDY_TRAP = np.array(
+    [*range(10), 99, *range(9, 14), 98, *range(11, 19), *range(16, 21), 97, *range(21, 27), *range(25, 30)]
+)
+"""The chain that covers most at first leaves too little of its last run to be trimmed for the next."""
+
+
+@st.composite
+def overlapping_pieces(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
+    """A text, its pieces glued together so that neighbours share tokens, and a length that makes that matter."""
+    shared_tokens = draw(st.integers(1, 4))
+    min_tokens = shared_tokens + draw(st.integers(0, 3))
+    whole, pieces, stop, foreign = np.arange(30), [], 0, 1_000
+    while stop < 28:
+        start = max(0, stop - draw(st.integers(0, shared_tokens - 1)))
+        stop = start + min_tokens + draw(st.integers(0, 3))
+        pieces.append(whole[start:stop])
+        if draw(st.booleans()):
+            pieces.append(np.array([foreign]))
+            foreign += 1
+    glued = np.concatenate(pieces)
+    return (whole, glued, min_tokens) if draw(st.booleans()) else (glued, whole, min_tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(overlapping_pieces())
+@example((np.arange(9), np.array([0, 1, 2, 3, 4, 5, 99, 5, 6, 7, 8]), 4))  # only the earlier run can be trimmed
+@example((np.arange(30), GREEDY_TRAP, 5))
+def test_coverage_is_the_optimum_when_runs_overlap(case: tuple[np.ndarray, np.ndarray, int]) -> None:
+    case: tuple[np.ndarray, np.ndarray, int],
+) -> None:
+    prompt, donor, min_tokens = case
+    runs = matching_runs(prompt, donor, min_tokens)
+    assert_runs(runs, prompt, donor, min_tokens)
+    assert covered(runs) == longest_chain_tokens(prompt, donor, min_tokens)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["keep", "drop", "insert", "replace"]), st.integers(1, 60)), max_size=20))
