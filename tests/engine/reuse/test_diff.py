@@ -106,8 +106,6 @@ def overlapping_pieces(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
 @example((np.arange(9), np.array([0, 1, 2, 3, 4, 5, 99, 5, 6, 7, 8]), 4))  # only the earlier run can be trimmed
 @example((np.arange(30), GREEDY_TRAP, 5))
 def test_coverage_is_the_optimum_when_runs_overlap(case: tuple[np.ndarray, np.ndarray, int]) -> None:
-    case: tuple[np.ndarray, np.ndarray, int],
-) -> None:
     prompt, donor, min_tokens = case
     runs = matching_runs(prompt, donor, min_tokens)
     assert_runs(runs, prompt, donor, min_tokens)
