@@ -9,6 +9,7 @@ blocks must be multiples of 256 tokens, ours are of 16).
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ class FlashAttention:
             ImportError: flash-attn is not installed.
         """
         if varlen is None:
-            from flash_attn import flash_attn_varlen_func as varlen
+            varlen = import_module("flash_attn").flash_attn_varlen_func
         assert varlen is not None
         self._device = device
         self._varlen = varlen
@@ -66,7 +67,7 @@ class FlashAttention:
             sequences = layout.prepared[None] = _sequences(layout, self._device)
         padded = sequences.blocks.shape[1] * BLOCK_TOKENS
         keys, _ = self._reader.read(kv, layout, 0, padded)
-        blocks = keys.unflatten(0, (-1, BLOCK_TOKENS))
+        blocks = keys.view(-1, BLOCK_TOKENS, *keys.shape[1:])
         kv_heads = kv.shape[1] // 2
         out: Tensor = self._varlen(
             query,

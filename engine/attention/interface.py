@@ -7,6 +7,7 @@ including its own, or the last `window` of them. Positions play no part here: ke
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -33,7 +34,7 @@ class RowRun(NamedTuple):
 def row_runs(tokens: np.ndarray) -> tuple[RowRun, ...]:
     """Splits strictly increasing token indices (rows,) into runs of neighbours."""
     borders = [0, *(np.flatnonzero(np.diff(tokens) != 1) + 1).tolist(), len(tokens)]
-    return tuple(RowRun(start, stop, int(tokens[start])) for start, stop in zip(borders, borders[1:], strict=False))
+    return tuple(RowRun(start, stop, int(tokens[start])) for start, stop in pairwise(borders))
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class KeyReader:
-    """Reads a sequence's keys and values as one tensor: a view of the pool, or a gather into a buffer that is reused."""
+    """Reads a sequence's keys and values as one tensor: a view of the pool, or a gather into a reused buffer."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None

@@ -38,11 +38,10 @@ def fuse(*linears: nn.Linear) -> Projection:
     Args:
         linears: Layers with the same input width, dtype and device, with or without a bias.
     """
-    weight = _joined([linear.weight for linear in linears])
-    if all(linear.bias is None for linear in linears):
-        return Projection(weight, None)
-    assert all(linear.bias is not None for linear in linears), "either all fused layers have a bias or none has"
-    return Projection(weight, _joined([linear.bias for linear in linears]))
+    weight = _joined([linear.get_parameter("weight") for linear in linears])
+    biases = [linear.get_parameter("bias") for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(linears)), "either all fused layers have a bias or none has"
+    return Projection(weight, _joined(biases) if biases else None)
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -53,7 +52,7 @@ def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
         return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
     with torch.inference_mode(False), torch.no_grad():
         joined = torch.cat([parameter.detach() for parameter in parameters])
-        for parameter, view in zip(parameters, joined.split(rows), strict=True):
+        for parameter, view in zip(parameters, torch.split(joined, rows), strict=True):
             parameter.data = view
     return joined
 
