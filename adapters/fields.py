@@ -76,7 +76,7 @@ class ModelFields(BaseModel):
     template_variables: dict[str, Any] = Field(default_factory=dict)
     prompt_date: datetime | None = None
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
     if not TYPE_CHECKING:  # type checkers see the fields' own signature
 

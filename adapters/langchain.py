@@ -14,6 +14,7 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import RunnableConfig
+from pydantic import ConfigDict
 
 from cacheslide_agents.engine.errors import PromptError
 
@@ -36,7 +37,14 @@ class CacheSlideChat(ModelFields, BaseChatModel):
     A conversation is known by its thread: `{"configurable": {"thread_id": …}}` in a call's config, `thread_id` or
     `session_id` in its metadata, `session=` with the call, or `session_id` here. Without one, only exact prefixes are
     reused.
+
+    Attributes:
+        streaming: Whether `invoke` streams inside, so that callbacks see every token; None and False do not.
     """
+
+    streaming: bool | None = None
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     if not TYPE_CHECKING:  # type checkers see the fields' own signature
 

@@ -22,6 +22,7 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
+from pydantic import ConfigDict
 
 from cacheslide_agents.engine.errors import PromptError
 from cacheslide_agents.engine.receipt import Receipt
@@ -55,6 +56,8 @@ class CacheSlideLLM(ModelFields, CustomLLM):
     A `CachePoint` says that what is rewritten between turns comes after it; `additional_kwargs={"cacheslide": role}` of
     a message tags all its text.
     """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     @classmethod
     def class_name(cls) -> str:
