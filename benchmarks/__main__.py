@@ -146,9 +146,7 @@ def _show_divergence(console: Console, figures: dict[str, Any]) -> list[str]:
         else _row(family, *(figures[family][column] for column in columns), "")
         for family in FAMILIES
     ]
-    _table(
-        console, "Divergence of slide from a full prefill, float32, nats", ("family", *columns, "target mean"), rows
-    )
+    _table(console, "Divergence of slide from a full prefill, float32, nats", ("family", *columns, "target mean"), rows)
     return _missed(
         *((f"{family}: mean KL {limit}", figures[family]["mean_kl"] <= limit) for family, limit in KL_LIMITS.items())
     )

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
+from cacheslide_agents.engine.config import PolicyName
 
 from .workload import FAMILIES, turns
 
-POLICIES = ("recompute", "prefix", "slide")
+POLICIES: tuple[PolicyName, ...] = ("recompute", "prefix", "slide")
 
 
 def divergence(limit: int | None) -> dict[str, Any]:
@@ -78,11 +79,9 @@ def exactness(limit: int) -> dict[str, Any]:
             session = f"prefix-{number}"
             engine.generate(pair.first, SamplingParams(max_tokens=1), session=session)
             largest = max(largest, _difference(engine, pair.second, pair.answer, session, "prefix"))
-            texts = [
-                engine.generate(pair.second, params, session=session, policy=policy).text
-                for policy in ("prefix", "recompute")
-            ]
-            same_text += texts[0] == texts[1]
+            reused = engine.generate(pair.second, params, session=session, policy="prefix").text
+            full = engine.generate(pair.second, params, session=session, policy="recompute").text
+            same_text += reused == full
             engine.forget(session)
         appended, appended_text, slid = _append_only(engine, turns("memory", 1)[0].first, params)
     return {
@@ -111,7 +110,7 @@ def _append_only(engine: Engine, start: Prompt, params: SamplingParams) -> tuple
     return largest, same, slid
 
 
-def _difference(engine: Engine, prompt: Prompt, answer: str, session: str, policy: str) -> float:
+def _difference(engine: Engine, prompt: Prompt, answer: str, session: str, policy: PolicyName) -> float:
     full = engine.logits(prompt, answer, session=session, policy="recompute")
     reused = engine.logits(prompt, answer, session=session, policy=policy)
     return (full - reused).abs().max().item()
@@ -120,12 +119,9 @@ def _difference(engine: Engine, prompt: Prompt, answer: str, session: str, polic
 def _leak(engine: Engine, prompt: Prompt, old_value: str, session: str) -> float:
     """How much more likely the old value is under `slide` than under a full prefill, in nats."""
     ids = torch.tensor(engine.tokenizer.encode(" " + old_value, add_special_tokens=False)).unsqueeze(-1)
-    likelihoods = [
-        engine.logits(prompt, ids.flatten().tolist(), session=session, policy=policy)
-        .log_softmax(-1)
-        .gather(-1, ids)
-        .sum()
-        .item()
-        for policy in ("slide", "recompute")
-    ]
-    return likelihoods[0] - likelihoods[1]
+
+    def likelihood(policy: PolicyName) -> float:
+        logits = engine.logits(prompt, ids.flatten().tolist(), session=session, policy=policy)
+        return logits.log_softmax(-1).gather(-1, ids).sum().item()
+
+    return likelihood("slide") - likelihood("recompute")

@@ -20,7 +20,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerF
 from cacheslide_agents.engine import Engine, EngineConfig, Prompt, Receipt, SamplingParams, Segment
 
 SIZES = {"system": 1024, "old update": 512, "new update": 768, "suffix": 6144, "query": 64}
-GEOMETRY = {
+GEOMETRY: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -100,7 +100,8 @@ def _random_model(device: torch.device, shrink: int) -> MistralForCausalLM:
             model = MistralForCausalLM(MistralConfig(**geometry))
     finally:
         torch.set_default_dtype(default)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def _second_turn(engine: Engine, repeat: int, shrink: int) -> Receipt:

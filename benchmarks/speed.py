@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,7 @@ from cacheslide_agents.engine import Engine, EngineConfig, SamplingParams
 from .workload import Turns, sized_turns
 
 DECODE_TOKENS = 32
-SIZES = {"system": 256, "old update": 128, "new update": 193, "suffix": 1280, "query": 32}
+SIZES = {"system_tokens": 256, "old_tokens": 128, "new_tokens": 193, "suffix_tokens": 1280, "query_tokens": 32}
 
 
 def against_transformers(repeats: int) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def against_transformers(repeats: int) -> dict[str, Any]:
             turns = _turns(engine, repeat)
             ids = torch.tensor([turns.second.token_ids(engine.tokenizer)])
             ours = _engine_times(engine, turns)
-            theirs = _seconds(lambda ids=ids: plain(ids, logits_to_keep=1)), _generate_step(plain, ids)
+            theirs = _seconds(partial(plain, ids, logits_to_keep=1)), _generate_step(plain, ids)
             if repeat:  # the first round warms up
                 for times, engine_time, plain_time in zip((prefill, decode), ours, theirs, strict=True):
                     times["engine"].append(engine_time)
@@ -81,7 +82,7 @@ def time_to_first_token(repeats: int) -> dict[str, Any]:
 
 
 def _turns(engine: Engine, variant: int) -> Turns:
-    return sized_turns(engine.tokenizer, *SIZES.values(), variant=variant)
+    return sized_turns(engine.tokenizer, variant=variant, **SIZES)
 
 
 def _engine_times(engine: Engine, turns: Turns) -> tuple[float, float]:

@@ -6,12 +6,13 @@ import asyncio
 import queue
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from .model.loading import load_model
 from .reuse.policies import POLICIES
 from .run.request import Output, Piece, Request
 from .run.runner import Runner
-from .run.scheduler import Scheduler
+from .run.scheduler import Job, Scheduler
 from .segments import Prompt
 from .slide.pages import PagePool, pool_pages
 
@@ -175,9 +176,7 @@ class Engine:
             ConfigError: The policy does not exist.
             EngineClosedError: The engine was closed.
         """
-        with closing(
-            self.stream(prompt, params, session=session, namespace=namespace, policy=policy)
-        ) as pieces:
+        with closing(self.stream(prompt, params, session=session, namespace=namespace, policy=policy)) as pieces:
             return _collect(list(pieces))
 
     def stream(
@@ -188,7 +187,7 @@ class Engine:
         session: str | None = None,
         namespace: str | None = None,
         policy: PolicyName | None = None,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Answers a prompt piece by piece; the last piece carries the receipt.
 
         Closing the iterator cancels the request and returns when its pages are free. Arguments and errors are those
@@ -283,20 +282,16 @@ class Engine:
         Raises:
             PromptError: The continuation is empty; else as in `generate`.
         """
-        ids = self.tokenizer.encode(continuation, add_special_tokens=False) if isinstance(continuation, str) else continuation
+        ids = (
+            self.tokenizer.encode(continuation, add_special_tokens=False)
+            if isinstance(continuation, str)
+            else continuation
+        )
         token_ids = np.asarray(ids, dtype=np.int64)
         if not len(token_ids):
             raise PromptError("the continuation is empty: give text or token ids whose logits are wanted")
-        return self._run(
-            partial(
-                self._runner.logits,
-                prompt,
-                token_ids,
-                session,
-                namespace or self.config.namespace,
-                self._known_policy(policy),
-            )
-        )
+        namespace, policy = namespace or self.config.namespace, self._known_policy(policy)
+        return self._run(partial(self._runner.logits, prompt, token_ids, session, namespace, policy))
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, without special ones."""
@@ -341,7 +336,7 @@ class Engine:
         session: str | None,
         namespace: str | None,
         policy: PolicyName | None,
-        emit: Any,
+        emit: Callable[[Piece | BaseException], None],
     ) -> Request:
         request = Request(
             prompt=prompt,
@@ -361,26 +356,23 @@ class Engine:
             raise ConfigError(f"policy {policy!r} does not exist: use one of {', '.join(POLICIES)}")
         return policy
 
-    def _cancel(self, request: Request, job: Any) -> None:
+    def _cancel(self, request: Request, job: Job) -> None:
         request.cancel()
         if self._scheduler.withdraw(job):
             request.emit(RequestCancelledError("the request was cancelled while it waited"))
 
-    def _run(self, job: Any) -> Any:
+    def _run(self, job: Callable[[], T]) -> T:
         """Runs a job on the engine's thread and returns its result or raises its error."""
-        done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        future: Future[T] = Future()
 
         def run() -> None:
             try:
-                done.put((job(), None))
+                future.set_result(job())
             except BaseException as error:
-                done.put((None, error))
+                future.set_exception(error)
 
         self._scheduler.submit(run)
-        result, error = done.get()
-        if error is not None:
-            raise error
-        return result
+        return future.result()
 
 
 def _shut_down(scheduler: Scheduler, requests: weakref.WeakSet[Request]) -> None:

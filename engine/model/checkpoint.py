@@ -125,7 +125,7 @@ def check_safetensors(path: Path) -> None:
         with path.open("rb") as file:
             start = file.read(8)
             header_bytes = int.from_bytes(start, "little")
-            if _LFS_POINTER.startswith(start):
+            if start and _LFS_POINTER.startswith(start):
                 raise ModelError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull`")
             if len(start) < 8 or 8 + header_bytes > size:
                 raise ModelError(f"{path} ({size} bytes) is not a complete safetensors file: {remedy}")

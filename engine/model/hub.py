@@ -14,7 +14,7 @@ from ..errors import ModelError
 from .checkpoint import check_config_json, read_config
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _ATTEMPTS = 4
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _Result = TypeVar("_Result")
@@ -50,7 +50,7 @@ def fetch_from_hub(model_id: str, *, offline: bool) -> Path:
             model_id,
             offline,
             lambda: snapshot_download(
-                model_id, allow_patterns=_PATTERNS, ignore_patterns=["*/*"], local_files_only=offline
+                model_id, allow_patterns=_WANTED, ignore_patterns=["*/*", "consolidated*"], local_files_only=offline
             ),
         )
     )

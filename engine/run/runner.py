@@ -16,14 +16,15 @@ from ..config import EngineConfig, PolicyName, SamplingParams
 from ..errors import ContextLengthError
 from ..model.decoder import Decoder
 from ..receipt import Receipt
-from ..reuse.index import CachedSequence, CacheIndex, SpaceKey
-from ..reuse.plan import PlanRequest, plan as make_plan, treatments
+from ..reuse.index import CacheIndex, SpaceKey
+from ..reuse.plan import PlanRequest, treatments
+from ..reuse.plan import plan as make_plan
 from ..reuse.replies import ReplyBooks
 from ..reuse.spans import Plan
 from ..segments import EncodedPrompt, Prompt
 from ..slide.assembly import Assembly
 from ..slide.pages import PagePool, PoolFullError
-from ..tokenization import encode_prompt, last_piece
+from ..tokenization import TextPiece, encode_with_last_piece
 from .decode import Answer, decode
 from .detokenize import Detokenizer
 from .forward import Forward
@@ -78,7 +79,7 @@ class Runner:
         request.check()
         started = time.perf_counter()
         space = SpaceKey(request.namespace, request.prompt.template)
-        encoded = self._encode(request.prompt, space, request.session)
+        encoded, header = self._encode(request.prompt, space, request.session)
         room = self.context_tokens - len(encoded)
         planning = time.perf_counter()
         plan, assembly = self._assemble(encoded, space, request.session, request.policy)
@@ -117,7 +118,7 @@ class Runner:
         except BaseException:
             self.pool.release(assembly.table.pages)
             raise
-        self._remember(request, space, sequence, answer)
+        self._remember(request, space, header, sequence, answer)
         self._count(receipt)
         request.emit(replace(piece, receipt=receipt))
 
@@ -141,7 +142,7 @@ class Runner:
             ContextLengthError: Prompt and continuation do not fit.
         """
         space = SpaceKey(namespace, prompt.template)
-        encoded = self._encode(prompt, space, session)
+        encoded, _ = self._encode(prompt, space, session)
         token_ids = np.concatenate([encoded.token_ids, continuation[:-1]])
         if len(token_ids) >= self.context_tokens:
             raise ContextLengthError(len(token_ids), self.context_tokens, "shorten the prompt or the continuation")
@@ -157,14 +158,16 @@ class Runner:
             self.index.forget_session(space, session)
             self._replies.forget(space, session)
 
-    def _encode(self, prompt: Prompt, space: SpaceKey, session: str | None) -> EncodedPrompt:
-        encoded = encode_prompt(prompt, self._tokenizer, self._replies.book(space, session).lookup)
+    def _encode(self, prompt: Prompt, space: SpaceKey, session: str | None) -> tuple[EncodedPrompt, TextPiece]:
+        """The prompt's ids, and its text after the last control token, which the answer continues."""
+        replies = self._replies.book(space, session)
+        encoded, header = encode_with_last_piece(prompt, self._tokenizer, replies.lookup)
         if len(encoded) >= self.context_tokens:
             remedy = "shorten the prompt"
             if self.context_tokens < self._decoder.spec.context_tokens:
                 remedy += " or raise max_context_tokens or pool_tokens"
             raise ContextLengthError(len(encoded), self.context_tokens, remedy)
-        return encoded
+        return encoded, header
 
     def _assemble(
         self,
@@ -258,7 +261,7 @@ class Runner:
         return frozenset((*own, *params.stop_token_ids))
 
     def _remember(
-        self, request: Request, space: SpaceKey, sequence: RunningSequence, answer: Answer
+        self, request: Request, space: SpaceKey, header: TextPiece, sequence: RunningSequence, answer: Answer
     ) -> None:
         """Indexes the answered sequence and the reply's sampled ids."""
         self.index.add(
@@ -276,7 +279,6 @@ class Runner:
         if request.session is None or self._tokenizer.decode(reply_ids, skip_special_tokens=True) != answer.text:
             return  # nobody's reply, or one cut inside a token by a stop string
         book = self._replies.book(space, request.session)
-        header = last_piece(request.prompt, self._tokenizer, book.lookup)
         canonical = self._tokenizer.encode(header.text + answer.text, add_special_tokens=False)
         book.remember(header.text, header.ids, answer.text, np.asarray(reply_ids), np.asarray(canonical))
 

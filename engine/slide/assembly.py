@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -180,7 +181,7 @@ def _even_runs(deltas: np.ndarray, wanted: np.ndarray) -> list[tuple[int, int]]:
     """Maximal ranges of wanted tokens with one delta."""
     borders = np.flatnonzero((np.diff(deltas) != 0) | (wanted[1:] != wanted[:-1])) + 1
     edges = [0, *borders.tolist(), len(deltas)]
-    return [(start, stop) for start, stop in zip(edges, edges[1:], strict=False) if wanted[start]]
+    return [(start, stop) for start, stop in pairwise(edges) if wanted[start]]
 
 
 def _read(layer: torch.Tensor, runs: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:

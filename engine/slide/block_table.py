@@ -26,8 +26,9 @@ class BlockTable:
 
     def slots(self, tokens: np.ndarray) -> np.ndarray:
         """Slots of the given tokens, (n,) int64."""
-        pages = np.asarray(self.pages, dtype=np.int64)
-        return pages[tokens // PAGE_TOKENS] * PAGE_TOKENS + tokens % PAGE_TOKENS
+        pages = np.asarray(self.pages, dtype=np.int64)[tokens // PAGE_TOKENS]
+        slots: np.ndarray = pages * PAGE_TOKENS + tokens % PAGE_TOKENS
+        return slots
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Slot ranges (first, past last) that hold tokens `[start, stop)` in order, neighbours merged."""

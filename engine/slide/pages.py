@@ -14,7 +14,6 @@ import torch
 from ..config import PAGE_TOKENS, EngineConfig
 from ..errors import ConfigError
 from ..model.spec import ModelSpec
-from .block_table import BlockTable
 from .free_runs import FreeRuns
 from .memory import free_host_bytes
 
@@ -102,29 +101,6 @@ class PagePool:
         unowned = indices[self._references[indices] == 0]
         self._free.give(unowned.tolist())
         return len(unowned)
-
-    def make_writable(self, table: BlockTable, page_idx: int) -> bool:
-        """Gives a sequence a page of its own before it writes into one that others read too (copy on write).
-
-        Args:
-            table: The sequence's block table; its entry `page_idx` is replaced if the page is shared.
-            page_idx: Which of the table's pages.
-
-        Returns:
-            Whether the page was shared and therefore copied, in all layers.
-
-        Raises:
-            PoolFullError: The page is shared and no page is free; nothing changed.
-        """
-        shared = table.pages[page_idx]
-        if self._references[shared] == 1:
-            return False
-        (own,) = self.allocate(1, after=table.pages[page_idx - 1] if page_idx else None)
-        pages = self.kv.view(self.kv.shape[0], self.num_pages, PAGE_TOKENS, *self.kv.shape[2:])
-        pages[:, own].copy_(pages[:, shared])
-        table.pages[page_idx] = own
-        self.release([shared])
-        return True
 
 
 def pool_pages(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> int:

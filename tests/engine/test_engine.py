@@ -249,13 +249,13 @@ class TestBadInput:
 
     def test_error_when_the_role_does_not_exist(self):
         with pytest.raises(PromptError, match="system, update, suffix"):
-            Segment("footer", "text")
+            Segment("footer", "text")  # type: ignore[arg-type]
 
     def test_error_when_a_setting_is_unknown(self):
         with pytest.raises(ConfigError, match="corection_share"):
-            EngineConfig(corection_share=0.1)
+            EngineConfig(corection_share=0.1)  # type: ignore[call-arg]
         with pytest.raises(ConfigError, match="temprature"):
-            SamplingParams(temprature=1)
+            SamplingParams(temprature=1)  # type: ignore[call-arg]
 
     def test_error_when_the_policy_does_not_exist(self, engine):
         with pytest.raises(ConfigError, match=r"'magic' does not exist.*slide"):

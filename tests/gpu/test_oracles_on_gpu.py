@@ -24,7 +24,8 @@ ANSWER = " the memory says that the user lives in Paris"
 
 def gpu_engine(family: str, **settings) -> Engine:
     dtype = settings.pop("dtype", torch.float32)
-    model = tiny_model(family).to("cuda", dtype)
+    model = tiny_model(family)
+    torch.nn.Module.to(model, device="cuda", dtype=dtype)
     return Engine.from_model(model, tiny_tokenizer(None), EngineConfig(pool_tokens=8192, **settings))
 
 
@@ -65,7 +66,8 @@ def test_decode_synchronises_once_a_token():
     with gpu_engine("llama") as engine:
         prompt = Prompt([SYSTEM, OLD, HISTORY])
         engine.generate(prompt, FEW)
-        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        num_tokens = 20
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             engine.generate(prompt, params)
@@ -74,4 +76,4 @@ def test_decode_synchronises_once_a_token():
             for event in profile.key_averages()
             if event.key in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::_local_scalar_dense")
         )
-        assert waits <= 2 * params.max_tokens + 8
+        assert waits <= 2 * num_tokens + 8

@@ -87,23 +87,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.model.add(pages, 1)
         self.tables.append(BlockTable(pages))
 
-    @precondition(lambda self: any(table.pages for table in self.tables))
-    @rule(choice=st.integers(0), page_choice=st.integers(0))
-    def write(self, choice: int, page_choice: int) -> None:
-        tables = [table for table in self.tables if table.pages]
-        table = tables[choice % len(tables)]
-        page_idx = page_choice % len(table.pages)
-        page = table.pages[page_idx]
-        shared = self.model.references[page] > 1
-        if shared and not self.model.free():
-            with pytest.raises(PoolFullError):
-                self.pool.make_writable(table, page_idx)
-            return
-        assert self.pool.make_writable(table, page_idx) == shared
-        if shared:
-            self.model.add([page], -1)
-            self.model.take([table.pages[page_idx]])
-
     @precondition(lambda self: self.tables)
     @rule(choice=st.integers(0))
     def release(self, choice: int) -> None:
@@ -130,31 +113,6 @@ def test_kv_has_keys_then_values_of_every_slot_when_made() -> None:
     assert pool.kv.shape == (2, 3 * PAGE_TOKENS, 2, 4)
     assert pool.layer(1).data_ptr() == pool.kv[1].data_ptr()
     assert pool.num_pages == pool.num_free == 3
-
-
-def test_all_layers_are_copied_when_a_shared_page_is_written() -> None:
-    pool = tiny_pool(6)
-    pool.kv.copy_(torch.randn(pool.kv.shape, generator=torch.Generator().manual_seed(0)))
-    table = BlockTable(pool.allocate(3))
-    other = BlockTable(table.pages)
-    pool.retain(other.pages)
-    before = pool.kv[:, torch.from_numpy(table.slots(torch.arange(48).numpy()))].clone()
-    assert pool.make_writable(table, 1)
-    assert table.pages[1] not in other.pages and table.pages[::2] == other.pages[::2]
-    pool.kv[:, table.pages[1] * PAGE_TOKENS : (table.pages[1] + 1) * PAGE_TOKENS].neg_()
-    after = pool.kv[:, torch.from_numpy(table.slots(torch.arange(48).numpy()))]
-    torch.testing.assert_close(after[:, 16:32], -before[:, 16:32], rtol=0, atol=0)
-    kept = pool.kv[:, torch.from_numpy(other.slots(torch.arange(48).numpy()))]
-    torch.testing.assert_close(kept, before, rtol=0, atol=0)
-    assert not pool.make_writable(table, 1)
-
-
-def test_nothing_is_copied_when_the_page_has_one_owner() -> None:
-    pool = tiny_pool(2)
-    table = BlockTable(pool.allocate(2))
-    pages = list(table.pages)
-    assert not pool.make_writable(table, 1)
-    assert table.pages == pages
 
 
 def test_releasing_is_refused_when_a_page_is_free() -> None:
