@@ -127,9 +127,7 @@ def test_sliding_window_survives_when_mistral_has_one(tmp_path: Path) -> None:
         ("Q4_1", torch.float16, 0.15),
     ],
 )
-def test_weights_keep_their_precision_when_stored(
-    kind: str, stored: torch.dtype, bound: float, tmp_path: Path
-) -> None:
+def test_weights_keep_their_precision_when_stored(kind: str, stored: torch.dtype, bound: float, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     original = tiny_gguf(tmp_path / "tiny.gguf", kind=kind)
@@ -210,3 +208,46 @@ def test_file_is_refused_when_values_are_not_finite(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not finite"):
         dense_copy(source, tmp_path / "cache")
     assert list((tmp_path / "cache" / "models").glob("*/")) == []
+
+
+def test_longrope_factors_survive_when_phi3_has_them(tmp_path: Path) -> None:
+    short, long = [1.0 + 0.1 * step for step in range(4)], [2.0 + 0.5 * step for step in range(4)]
+    original = tiny_gguf(
+        tmp_path / "tiny.gguf",
+        "phi3",
+        keys={
+            "rope.dimension_count": 8,
+            "rope.scaling.original_context_length": 1024,
+            "rope.scaling.attn_factor": 1.1902381,
+        },
+        extra_tensors={
+            "rope_factors_short.weight": np.array(short, np.float32),
+            "rope_factors_long.weight": np.array(long, np.float32),
+        },
+        original_max_position_embeddings=1024,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": 1024,
+            "attention_factor": 1.1902381,
+        },
+    )
+    converted = _converted(tmp_path / "tiny.gguf", tmp_path / "cache")
+    assert converted.config.rope_parameters["rope_type"] == "longrope"
+    assert converted.config.rope_parameters["long_factor"] == pytest.approx(long)
+    torch.testing.assert_close(_logits(converted), _logits(original), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "Q4_1"), ("qwen2", "Q8_0"), ("mistral", "F16")])
+def test_weights_equal_transformers_own_reading_when_it_can_read_them(family: str, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate")
+    tiny_gguf(tmp_path / "tiny.gguf", family, kind=kind)
+    ours = load_in_memory(tmp_path / "tiny.gguf", torch.float32).weights
+    load: Any = AutoModelForCausalLM.from_pretrained
+    theirs = load(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=2**-11, atol=1e-7)
