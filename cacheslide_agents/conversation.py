@@ -9,9 +9,10 @@ import typer
 from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
 
 from cacheslide_agents.adapters import CacheSlideChat
+from cacheslide_agents.engine.config import PolicyName
 
 
-def converse(*, model: str | None, policy: str, system: str, max_tokens: int) -> None:
+def converse(*, model: str | None, policy: PolicyName, system: str, max_tokens: int) -> None:
     """Reads lines and answers them until the input ends.
 
     Args:

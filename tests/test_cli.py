@@ -94,3 +94,13 @@ def test_install_warns_when_the_cache_folder_is_no_folder(
     shown = capsys.readouterr()
     assert shown.out == f"{tmp_path / 'model.gguf'}\n"
     assert shown.err == "warning: not converted: the cache folder cannot be written\n"
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_chat_answers_every_line_when_lines_are_piped_in() -> None:
+    shown = typer.testing.CliRunner().invoke(cli.app, ["chat", "--max-tokens", "4"], input="Hello.\n\nAnd you?\n")
+    assert shown.exit_code == 0, shown.output
+    first, second = (line for line in shown.output.splitlines() if line.startswith("["))
+    assert first.startswith("[") and " 0 exact" in first
+    assert " 0 exact" not in second

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import cacheslide_agents
-from cacheslide_agents import adapters, engine
+from cacheslide_agents import adapters, engine, templates
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("engine", "templates", "adapters", "cacheslide_agents")
@@ -176,6 +176,14 @@ def test_public_names_are_these_when_listed() -> None:
         "__version__",
     ]
     assert adapters.__all__ == ["CacheSlideChat", "CacheSlideLLM"]
+    assert templates.__all__ == [
+        "ChatMessage",
+        "ChatRenderer",
+        "ChatTemplate",
+        "MemoryTemplate",
+        "TextPart",
+        "ToolCall",
+    ]
     assert engine.__all__ == [
         "CacheFolderError",
         "CacheSlideError",
@@ -201,7 +209,7 @@ def test_public_names_are_these_when_listed() -> None:
 
 @pytest.mark.parametrize(
     ("package", "name"),
-    [(package, name) for package in (cacheslide_agents, adapters, engine) for name in package.__all__],
+    [(package, name) for package in (cacheslide_agents, adapters, templates, engine) for name in package.__all__],
 )
 def test_public_name_is_there_when_asked_for(package: object, name: str) -> None:
     assert getattr(package, name) is not None
