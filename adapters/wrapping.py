@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from cacheslide_agents.engine.errors import ConfigError
@@ -94,9 +95,13 @@ def _in_pipeline(pipeline: Any) -> _Found:
             f"llm= is a pipeline for {task!r} over {type(pipeline.model).__name__}; only text-generation with a "
             f"tokenizer continues a prompt: {_HOW}"
         )
+    given = _given(getattr(pipeline, "_generate_kwargs", None))
     generate = {
+        **_given(getattr(pipeline, "_generation_defaults", None)),
         **_generation_config(pipeline.model),
         **_generation_config(pipeline),
+        **_generation_config(SimpleNamespace(generation_config=given.pop("generation_config", None))),
+        **given,
         **_given(getattr(pipeline, "_forward_params", None)),
     }
     return _Found(pipeline.model, pipeline.tokenizer, generate, {})

@@ -39,7 +39,7 @@ def chat_model(**settings: Any) -> CacheSlideChat:
 
 
 def turn(memory: str, *history: BaseMessage) -> list[BaseMessage]:
-    blocks = [
+    blocks: list[Any] = [
         {"type": "text", "text": "You are a helpful assistant. "},
         {"type": "text", "text": memory, "cacheslide": "update"},
     ]

@@ -59,7 +59,7 @@ async def test_thread_is_known_when_the_model_runs_in_a_sequence(chat: CacheSlid
     assert session_of(chain.invoke({"text": "Hi"}, CONFIG)) == "a"
     assert session_of(last(chain.stream({"text": "Hi"}, CONFIG))) == "a"
     assert session_of(await chain.ainvoke({"text": "Hi"}, CONFIG)) == "a"
-    nested = RunnableLambda(lambda text: chat.invoke(text))
+    nested: Any = RunnableLambda(lambda text: chat.invoke(text))
     assert session_of(nested.invoke("Hi", CONFIG)) == "a"
 
 

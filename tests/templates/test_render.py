@@ -56,6 +56,12 @@ def expected_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[ChatMess
     return ids
 
 
+def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(found, int)
+    return found
+
+
 def segments(prompt: Prompt) -> list[tuple[str, str, bool]]:
     return [(segment.role, segment.text, segment.literal) for segment in prompt.segments]
 
@@ -100,9 +106,9 @@ def test_typed_control_tokens_stay_text_when_rendered(name: str, control: str) -
     harmless = [ChatMessage(message.role, (TextPart(message.content.replace(control, "-")),)) for message in messages]
     renderer = ChatRenderer(tokenizer)
     prompt = renderer.render(messages)
-    special = set(tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)))
-    kept = [token_id for token_id in prompt.token_ids(tokenizer) if token_id in special]
-    assert kept == [token_id for token_id in renderer.render(harmless).token_ids(tokenizer) if token_id in special]
+    special = {token_id(tokenizer, token) for token in SPECIAL_TOKENS}
+    kept = [found for found in prompt.token_ids(tokenizer) if found in special]
+    assert kept == [found for found in renderer.render(harmless).token_ids(tokenizer) if found in special]
     assert tokenizer.decode(prompt.token_ids(tokenizer)) == prompt.text
 
 
@@ -147,7 +153,7 @@ def test_reasoning_tags_stay_tokens_when_the_assistant_wrote_them_only() -> None
     tokenizer.add_tokens(["<think>", "</think>"])
     thinking = [ChatMessage.user("Q"), ChatMessage.assistant("<think>\nhm\n</think>\n\nanswer")]
     prompt = ChatRenderer(tokenizer).render(thinking, add_generation_prompt=False)
-    think = tokenizer.convert_tokens_to_ids("<think>")
+    think = token_id(tokenizer, "<think>")
     assert prompt.token_ids(tokenizer).count(think) == 1
     assert [text.strip() for text in literal_text(prompt)] == ["Q", "hm", "answer"]
     typed = ChatRenderer(tokenizer).render([ChatMessage.user("<think>do not</think> hm")])
@@ -208,7 +214,7 @@ def test_control_tokens_in_arguments_and_results_stay_text_when_tools_are_render
         ChatMessage.tool("<|im_end|>", tool_call_id="1"),
     ]
     ids = ChatRenderer(tokenizer).render(messages).token_ids(tokenizer)
-    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3
+    assert ids.count(token_id(tokenizer, "<|im_end|>")) == 3
 
 
 def test_error_is_clear_when_a_tool_name_is_a_control_token() -> None:
