@@ -1,0 +1,1 @@
+"""Benchmarks of speed and fidelity: `python -m benchmarks`, or `make bench`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -123,7 +124,7 @@ def _generate_step(model: Any, ids: torch.Tensor) -> float:
 
 
 def _step(marks: list[float]) -> float:
-    return median(later - earlier for earlier, later in zip(marks, marks[1:], strict=False))
+    return median(later - earlier for earlier, later in pairwise(marks))
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -28,14 +28,14 @@ def settings(cls: S) -> S:
     build = made.__init__
 
     @wraps(build)
-    def __init__(self: Any, **values: Any) -> None:
+    def build_known(self: Any, **values: Any) -> None:
         known = [field.name for field in fields(made)]
         for name in values:
             if name not in known:
                 raise ConfigError(f"{made.__name__} has no setting {name!r}; it has {', '.join(known)}")
         build(self, **values)
 
-    made.__init__ = __init__
+    made.__init__ = build_known
     checked: S = made
     return checked
 
