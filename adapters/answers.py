@@ -24,14 +24,10 @@ def answer_result(output: Output, model_name: str) -> ChatResult:
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
-def answer_message(piece: Piece) -> ChatGenerationChunk:
-    """A part of an answer."""
-    return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
-
-
-def last_chunk(piece: Piece, model_name: str) -> ChatGenerationChunk:
-    """The last part. It alone carries usage and metadata: LangChain adds up what several chunks say."""
-    assert piece.receipt is not None
+def answer_chunk(piece: Piece, model_name: str) -> ChatGenerationChunk:
+    """A part of an answer. The last alone carries usage and metadata: LangChain adds up what several chunks say."""
+    if piece.receipt is None:
+        return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
     message = AIMessageChunk(
         content=piece.text,
         chunk_position="last",

@@ -18,9 +18,10 @@ from pydantic import ConfigDict
 
 from cacheslide_agents.engine.errors import PromptError
 
-from .answers import answer_message, answer_result, last_chunk
+from .answers import answer_chunk, answer_result
 from .fields import ModelFields
 from .messages import from_langchain
+from .overflow import known_overflow
 from .settings import SAMPLING_SETTINGS, Request, no_tools
 from .threads import in_thread, thread_of_call, thread_of_config, with_thread
 
@@ -86,7 +87,8 @@ class CacheSlideChat(ModelFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request = self._request(messages, stop, run_manager, kwargs)
-        output = request.shared.engine.generate(**request.arguments())
+        with known_overflow():
+            output = request.shared.engine.generate(**request.arguments())
         return answer_result(output, request.shared.engine.model_name)
 
     async def _agenerate(
@@ -97,7 +99,8 @@ class CacheSlideChat(ModelFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request = await asyncio.to_thread(self._request, messages, stop, run_manager, kwargs)
-        output = await request.shared.engine.agenerate(**request.arguments())
+        with known_overflow():
+            output = await request.shared.engine.agenerate(**request.arguments())
         return answer_result(output, request.shared.engine.model_name)
 
     def _stream(
@@ -110,9 +113,10 @@ class CacheSlideChat(ModelFields, BaseChatModel):
         request = self._request(messages, stop, run_manager, kwargs)
         engine = request.shared.engine
         pieces: Any = engine.stream(**request.arguments())
-        with closing(pieces):
+        with known_overflow(), closing(pieces):
             for piece in pieces:
-                yield answer_message(piece) if piece.receipt is None else last_chunk(piece, engine.model_name)
+                if piece.text or piece.receipt is not None:
+                    yield answer_chunk(piece, engine.model_name)
 
     async def _astream(
         self,
@@ -124,9 +128,11 @@ class CacheSlideChat(ModelFields, BaseChatModel):
         request = await asyncio.to_thread(self._request, messages, stop, run_manager, kwargs)
         engine = request.shared.engine
         pieces: Any = engine.astream(**request.arguments())
-        async with aclosing(pieces):
-            async for piece in pieces:
-                yield answer_message(piece) if piece.receipt is None else last_chunk(piece, engine.model_name)
+        with known_overflow():
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    if piece.text or piece.receipt is not None:
+                        yield answer_chunk(piece, engine.model_name)
 
     def invoke(
         self,
@@ -224,7 +230,7 @@ class CacheSlideChat(ModelFields, BaseChatModel):
         settings = self._settings()
         shared = settings.shared()
         try:
-            return len(settings.renderer(shared).render(conversation).encode(shared.engine.tokenizer))
+            return len(settings.render(shared, conversation).encode(shared.engine.tokenizer))
         except PromptError:
             return sum(self.get_num_tokens(message.content) for message in conversation)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,7 +52,6 @@ class SharedEngine:
         self,
         tokenizer: Any = None,
         chat_template: str | Path | None = None,
-        variables: Mapping[str, Any] | None = None,
         date: datetime | None = None,
     ) -> ChatRenderer:
         """The renderer of a chat template, made at its first use.
@@ -64,12 +62,10 @@ class SharedEngine:
         from cacheslide_agents.templates.render import ChatRenderer
 
         tokenizer = tokenizer or self.engine.tokenizer
-        key = (id(tokenizer), chat_template, repr(sorted((variables or {}).items())), date)
+        key = (id(tokenizer), chat_template, date)
         with self._lock:
             if key not in self._renderers:
-                self._renderers[key] = ChatRenderer(
-                    tokenizer, chat_template=chat_template, variables=variables, date=date
-                )
+                self._renderers[key] = ChatRenderer(tokenizer, chat_template=chat_template, date=date)
             return self._renderers[key]
 
 

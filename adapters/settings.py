@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,6 @@ from cacheslide_agents.engine.config import EngineConfig, PolicyName, SamplingPa
 from cacheslide_agents.engine.errors import ConfigError
 from cacheslide_agents.engine.segments import Prompt
 from cacheslide_agents.templates.messages import ChatMessage
-from cacheslide_agents.templates.render import ChatRenderer
 
 from .errors import UnsupportedFeatureError
 from .registry import ENGINES, SharedEngine
@@ -102,12 +101,17 @@ class ChatSettings:
         """Closes the engine and forgets it."""
         ENGINES.close(self.config, self.wrapped)
 
-    def renderer(self, shared: SharedEngine) -> ChatRenderer:
-        """The renderer of the chat template in use."""
+    def render(self, shared: SharedEngine, messages: Sequence[ChatMessage]) -> Prompt:
+        """The prompt of a conversation.
+
+        Raises:
+            PromptError: The conversation cannot be rendered.
+        """
         tokenizer = None if self.wrapped is None else self.wrapped.tokenizer
         template: str | Path | None = self._owner.chat_template
         date: datetime | None = self._owner.prompt_date
-        return shared.renderer(tokenizer, template, self._owner.template_variables, date)
+        variables: dict[str, Any] = self._owner.template_variables
+        return shared.renderer(tokenizer, template, date).render(messages, variables=variables)
 
     def sampling(self, call: Mapping[str, Any] | None = None) -> SamplingParams:
         """The sampling settings of a call: what is given with it, else by the owner, else by the wrapped LLM."""
@@ -129,7 +133,7 @@ class ChatSettings:
         check_call(call)
         params = self.sampling(call)
         shared = self.shared(call.get("model"))
-        prompt = messages if isinstance(messages, Prompt) else self.renderer(shared).render(messages)
+        prompt = messages if isinstance(messages, Prompt) else self.render(shared, messages)
         return Request(
             shared=shared,
             prompt=prompt,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import (
     AIMessage,
     BaseMessage,
@@ -27,7 +28,7 @@ from cacheslide_agents.adapters import CacheSlideChat
 from cacheslide_agents.adapters.errors import UnsupportedFeatureError
 from cacheslide_agents.adapters.fields import ModelFields
 from cacheslide_agents.engine.config import EngineConfig, SamplingParams
-from cacheslide_agents.engine.errors import ConfigError, PromptError
+from cacheslide_agents.engine.errors import ConfigError, ContextLengthError, PromptError
 from tests.adapters.tiny_llm import tiny_llm, tiny_settings
 from tests.tiny import tiny_checkpoint
 
@@ -327,6 +328,20 @@ def test_tool_history_is_answered_when_the_template_has_no_tools() -> None:
 def test_error_names_a_later_release_when_tools_are_wanted(call: Any) -> None:
     with pytest.raises(UnsupportedFeatureError, match="later release"):
         call(chat_model())
+
+
+async def test_overflow_is_langchains_own_error_when_the_prompt_is_too_long() -> None:
+    chat = chat_model()
+    long = "tea and " * 3000
+    for error in (ContextOverflowError, ContextLengthError):
+        with pytest.raises(error, match="maximum context length"):
+            chat.invoke(long)
+    with pytest.raises(ContextOverflowError):
+        list(chat.stream(long))
+    with pytest.raises(ContextOverflowError):
+        await chat.ainvoke(long)
+    with pytest.raises(ContextOverflowError):
+        _ = [chunk async for chunk in chat.astream(long)]
 
 
 def test_batch_keeps_order_when_run_in_threads() -> None:
