@@ -18,7 +18,8 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from .cache_folder import exclusive, replaced_folder, require_space, sha256_of, source_digest, unwritable
-from .gguf_metadata import GgufFile, gguf_config, read_gguf, stop_token_ids
+from .gguf_file import GgufFile
+from .gguf_metadata import gguf_config, read_gguf, stop_token_ids
 from .gguf_tokenizer import gguf_tokenizer
 from .gguf_weights import dense_shapes, dense_tensors, num_weights, stored_bytes, write_safetensors
 from .progress import Say, long_step, say

@@ -1,11 +1,10 @@
-"""What a GGUF file says of itself: its keys, its tensors' names and the transformers config of the same model.
+"""What a GGUF file says of its model, as the transformers config of the same model.
 
 Reads no weights. What is not known to be served exactly as llama.cpp does is refused, never guessed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +13,12 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..errors import ModelError, UnsupportedModelError
+from .gguf_file import GgufFile, open_gguf
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Names in `general.architecture` that are read; llama.cpp files Mistral under `llama`."""
 
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-
-
-@dataclass(frozen=True)
-class GgufFile:
-    """An opened GGUF file; its tensors stay on the disk until they are asked for.
-
-    Attributes:
-        path: The file.
-        fields: Every metadata key and its value, arrays as lists.
-        tensors: The `gguf` package's tensor entries by their GGUF names.
-    """
-
-    path: Path
-    fields: dict[str, Any]
-    tensors: dict[str, Any]
-
-    @property
-    def architecture(self) -> str:
-        """The file's own name for the model's architecture."""
-        return str(self.fields.get("general.architecture"))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of an architecture's own key, such as `attention.head_count`."""
-        return self.fields.get(f"{self.architecture}.{key}", default)
-
-    def require(self, key: str) -> Any:
-        """As `get`.
-
-        Raises:
-            ModelError: The key is absent.
-        """
-        if (value := self.get(key)) is None:
-            raise ModelError(
-                f"{self.path} lacks the key {self.architecture}.{key}: the file is incomplete or was written by an "
-                "old converter; download a newer one"
-            )
-        return value
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -65,28 +28,14 @@ def read_gguf(path: Path) -> GgufFile:
         ModelError: The file is no GGUF, cut short or corrupt.
         UnsupportedModelError: An architecture that is not read, or one part of a split file.
     """
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-    except OSError as error:
-        raise ModelError(
-            f"{path} cannot be read ({error.strerror or error}): check the file and its permissions"
-        ) from error
-    except Exception as error:  # the reader trusts the file, so corrupt ones fail in any way
-        raise ModelError(
-            f"{path} ({path.stat().st_size} bytes) is not a whole GGUF file ({error}): delete it and download it again"
-        ) from error
-    file = GgufFile(path, fields, tensors)
+    file = open_gguf(path)
     if file.architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{path} has the architecture {file.architecture!r}; supported in GGUF files are {', '.join(ARCHITECTURES)}"
         )
-    if fields.get("split.count", 0) > 1:
+    if (num_parts := file.fields.get("split.count", 0)) > 1:
         raise UnsupportedModelError(
-            f"{path} is one of {fields['split.count']} parts: merge them first with `llama-gguf-split --merge`"
+            f"{path} is one of {num_parts} parts: merge them first with `llama-gguf-split --merge`"
         )
     return file
 
@@ -154,7 +103,7 @@ def _vocab_size(file: GgufFile) -> int:
     """Rows of the embedding: some files state a vocabulary without its padding."""
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path} has no tensor token_embd.weight: download it again")
-    return int(file.tensors["token_embd.weight"].shape[-1])
+    return file.tensors["token_embd.weight"].shape[0]
 
 
 def _rope_parameters(file: GgufFile, head_dim: int, context_tokens: int) -> dict[str, Any]:
@@ -211,7 +160,7 @@ def _llama3_scaling(file: GgufFile, theta: float, rotary_dim: int) -> dict[str, 
 
 
 def _factors(file: GgufFile, name: str) -> list[float]:
-    return [_decimal(value) for value in np.asarray(file.tensors[name].data, dtype=np.float32).reshape(-1)]
+    return [_decimal(value) for value in file.tensors[name].data.reshape(-1).view(np.float32)]
 
 
 def _decimal(value: Any) -> float:

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..errors import ModelError, UnsupportedModelError
-from .gguf_metadata import GgufFile
+from .gguf_file import GgufFile
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`: never typed by a person, and typed but always whole."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ..errors import ModelError, UnsupportedModelError
-from .gguf_metadata import GgufFile
+from .gguf_file import GgufFile, GgufTensor
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
@@ -52,8 +53,7 @@ def dense_shapes(file: GgufFile, config: PretrainedConfig) -> dict[str, tuple[st
     found = {}
     for name, tensor in file.tensors.items():
         if name not in _ROPE_TENSORS:
-            shape = tuple(int(size) for size in reversed(tensor.shape))
-            found[_dense_name(file, name)] = (name, _stored_dtype(tensor), shape)
+            found[_dense_name(file, name)] = (name, _stored_dtype(tensor), tensor.shape)
     expected = _expected_shapes(config)
     for name, shape in expected.items():
         if name not in found:
@@ -87,25 +87,33 @@ def dense_tensors(
     Raises:
         ModelError: Values that are not finite.
     """
-    from gguf import GGMLQuantizationType, dequantize
-
     for name, (gguf_name, dtype, shape) in dense_shapes(file, config).items():
-        entry = file.tensors[gguf_name]
-        if entry.tensor_type == GGMLQuantizationType.BF16:
-            tensor = torch.from_numpy(np.array(entry.data).view(np.int16)).view(torch.bfloat16)
-        elif entry.tensor_type in (GGMLQuantizationType.F16, GGMLQuantizationType.F32):
-            tensor = torch.from_numpy(np.array(entry.data))
-        else:
-            tensor = torch.from_numpy(dequantize(entry.data, entry.tensor_type)).to(dtype)
-        if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"{file.path} holds values in {gguf_name} that are not finite numbers: download it again")
-        yield name, _unpermuted(file, gguf_name, tensor.reshape(shape)).contiguous()
+        tensor = _dequantized(file, gguf_name, dtype).reshape(shape)
+        yield name, _unpermuted(file, gguf_name, tensor).contiguous()
         advance(tensor.numel())
+
+
+def _dequantized(file: GgufFile, gguf_name: str, dtype: torch.dtype) -> torch.Tensor:
+    from gguf import dequantize
+
+    entry = file.tensors[gguf_name]
+    try:
+        values = dequantize(entry.data, entry.kind)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            f"{file.path} holds {gguf_name} as {entry.kind.name}, which is not read: use another quantization of it"
+        ) from error
+    # numpy's minimum and maximum also find NaN, which compares as neither
+    if not (values.min() >= -torch.finfo(dtype).max and values.max() <= torch.finfo(dtype).max):
+        raise ModelError(
+            f"{file.path} holds values in {gguf_name} that are not finite numbers of {dtype}: download it again"
+        )
+    return torch.from_numpy(values if values.flags.writeable else np.array(values)).to(dtype)
 
 
 def num_weights(file: GgufFile) -> int:
     """How many numbers the file's tensors hold."""
-    return sum(int(tensor.n_elements) for tensor in file.tensors.values())
+    return sum(prod(tensor.shape) for tensor in file.tensors.values())
 
 
 def write_safetensors(
@@ -117,7 +125,7 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (_, dtype, shape) in shapes.items():
-        end = offset + dtype.itemsize * int(np.prod(shape))
+        end = offset + dtype.itemsize * prod(shape)
         header[name] = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
@@ -132,11 +140,11 @@ def write_safetensors(
 
 def stored_bytes(shapes: dict[str, tuple[str, torch.dtype, tuple[int, ...]]]) -> int:
     """Size of the weights on the disk."""
-    return sum(dtype.itemsize * int(np.prod(shape)) for _, dtype, shape in shapes.values())
+    return sum(dtype.itemsize * prod(shape) for _, dtype, shape in shapes.values())
 
 
-def _stored_dtype(tensor: Any) -> torch.dtype:
-    return {"F32": torch.float32, "BF16": torch.bfloat16}.get(tensor.tensor_type.name, torch.float16)
+def _stored_dtype(tensor: GgufTensor) -> torch.dtype:
+    return {"F32": torch.float32, "BF16": torch.bfloat16}.get(tensor.kind.name, torch.float16)
 
 
 def _dense_name(file: GgufFile, gguf_name: str) -> str:
