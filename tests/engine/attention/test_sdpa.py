@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tests.reference.flash_varlen import flash_attn_varlen_func
 CPU = torch.device("cpu")
 CONTIGUOUS = list(range(3, 53))
 SCATTERED = np.random.default_rng(5).permutation(60)[:50].tolist()
-BACKENDS = {
+BACKENDS: dict[str, Callable[[], Attention]] = {
     "sdpa": lambda: SdpaAttention(CPU),
     "plain kernel": lambda: SdpaAttention(CPU, plain),
     "flash": lambda: FlashAttention(CPU, flash_attn_varlen_func),

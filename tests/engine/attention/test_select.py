@@ -44,9 +44,9 @@ def test_torch_is_taken_when_flash_does_not_fit(monkeypatch, name, device, dtype
 
 
 def test_flash_is_refused_when_it_cannot_run(monkeypatch):
-    with pytest.raises(ConfigError, match="CUDA only.*cpu.*sdpa"):
+    with pytest.raises(ConfigError, match=r"CUDA only.*cpu.*sdpa"):
         select_attention("flash", CPU, torch.bfloat16)
-    with pytest.raises(ConfigError, match="16 bit only.*float32"):
+    with pytest.raises(ConfigError, match=r"16 bit only.*float32"):
         select_attention("flash", CUDA, torch.float32)
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed: pip install"):

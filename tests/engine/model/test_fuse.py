@@ -58,6 +58,7 @@ def test_projections_are_views_when_fused():
     layer = decoder._layers[1]
     assert attention.q_proj.weight.data_ptr() == layer.qkv.weight.data_ptr()
     assert attention.k_proj.weight.data_ptr() == layer.qkv.weight[64:].data_ptr()
+    assert layer.qkv.bias is not None
     assert attention.v_proj.bias.data_ptr() == layer.qkv.bias[96:].data_ptr()
     assert mlp.up_proj.weight.data_ptr() == layer.gate_up.weight[128:].data_ptr()
 

@@ -49,7 +49,7 @@ def test_partial_rotary_is_refused_when_the_family_has_none():
 
 def test_dynamic_rotary_is_refused_when_wrapped():
     model = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(UnsupportedModelError, match="dynamic.*yarn"):
+    with pytest.raises(UnsupportedModelError, match=r"dynamic.*yarn"):
         Decoder.from_transformers(model)
 
 
@@ -103,7 +103,7 @@ def test_custom_code_is_refused_when_it_uses_a_known_type():
 
     model: Any = tiny_model("llama")
     model.model.layers[2] = OtherLayer(model.config, 2)
-    with pytest.raises(UnsupportedModelError, match="layer 2 is .*OtherLayer, custom code"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 2 is .*OtherLayer, custom code"):
         check_model(model)
 
 

@@ -10,8 +10,8 @@ from cacheslide_agents.engine.errors import ConfigError, UnsupportedModelError
 from cacheslide_agents.engine.position.rope import (
     apply_rotary,
     rope_spec,
-    rotate_keys,
     rotary_at,
+    rotate_keys,
     served_context,
     turn_by,
 )
@@ -151,7 +151,7 @@ def test_context_may_reach_as_far_as_yarn_stretches_it():
     ).config
     assert served_context(config) == 512
     assert served_context(config, 2048) == 2048
-    with pytest.raises(ConfigError, match="2049.*2048"):
+    with pytest.raises(ConfigError, match=r"2049.*2048"):
         served_context(config, 2049)
 
 
