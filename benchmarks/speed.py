@@ -9,15 +9,24 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from cacheslide_agents.engine import Engine, EngineConfig, SamplingParams
+from cacheslide_agents.engine.attention import select_attention
+from cacheslide_agents.engine.config import PAGE_TOKENS
+from cacheslide_agents.engine.model.decoder import Decoder
+from cacheslide_agents.engine.model.loading import load_model
+from cacheslide_agents.engine.run.forward import Forward
+from cacheslide_agents.engine.slide.block_table import BlockTable
+from cacheslide_agents.engine.slide.pages import PagePool
 
 from .workload import Turns, sized_turns
 
 DECODE_TOKENS = 32
+SCATTERED_TOKENS = 1700
 SIZES = {"system_tokens": 256, "old_tokens": 128, "new_tokens": 193, "suffix_tokens": 1280, "query_tokens": 32}
 
 
@@ -79,6 +88,29 @@ def time_to_first_token(repeats: int) -> dict[str, Any]:
         "tokens": counts,
         "seconds": {name: median(values) for name, values in times.items()},
         "share_of_prefix": {name: _ratio(times, name, "prefix") for name in settings},
+    }
+
+
+def scattered_pages(repeats: int) -> dict[str, Any]:
+    """A decode step over contiguous pages (read as views) and over scattered ones (one gather per layer)."""
+    loaded = load_model(EngineConfig())
+    decoder = Decoder.from_transformers(loaded.model)
+    num_pages = -(-SCATTERED_TOKENS // PAGE_TOKENS)
+    pool = PagePool(decoder.spec, 2 * num_pages, decoder.dtype, decoder.device)
+    pool.kv.normal_(generator=torch.Generator().manual_seed(0))
+    forward = Forward(decoder, pool, select_attention("auto", decoder.device, decoder.dtype))
+    tables = {"contiguous": BlockTable(range(num_pages)), "scattered": BlockTable(range(0, 2 * num_pages, 2))}
+    token = np.array([SCATTERED_TOKENS - 1])
+    times: dict[str, list[float]] = {name: [] for name in tables}
+    for repeat in range(8 * repeats + 4):
+        for name, table in tables.items():
+            seconds = _seconds(partial(forward.rows, np.array([1]), token, token, table, wanted=1))
+            if repeat >= 4:
+                times[name].append(seconds)
+    return {
+        "context_tokens": SCATTERED_TOKENS,
+        "step_seconds": {name: median(values) for name, values in times.items()},
+        "gather_share": 1 - _ratio(times, "contiguous", "scattered"),
     }
 
 
