@@ -11,7 +11,7 @@ from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .config import EngineConfig, SamplingParams
-    from .engine import Engine, EngineStats
+    from .engine import Engine
     from .errors import (
         CacheFolderError,
         CacheSlideError,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .receipt import Receipt
     from .run.request import Output, Piece
     from .segments import Prompt, Segment
+    from .stats import EngineStats
 
 __all__ = [
     "CacheFolderError",
@@ -54,7 +55,7 @@ if not TYPE_CHECKING:
     _HOMES = {
         "Engine": f"{__name__}.engine",
         "EngineConfig": f"{__name__}.config",
-        "EngineStats": f"{__name__}.engine",
+        "EngineStats": f"{__name__}.stats",
         "Output": f"{__name__}.run.request",
         "Piece": f"{__name__}.run.request",
         "Prompt": f"{__name__}.segments",

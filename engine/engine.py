@@ -9,7 +9,6 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -28,56 +27,12 @@ from .run.runner import Runner
 from .run.scheduler import Job, Scheduler
 from .segments import Prompt
 from .slide.pages import PagePool, pool_pages
+from .stats import EngineStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine holds and has done so far.
-
-    Attributes:
-        model: The model's name.
-        device: Where it runs.
-        dtype: In what it computes.
-        context_tokens: Longest prompt plus answer.
-        pool_pages: Pages of the KV pool.
-        free_pages: Pages that nothing refers to.
-        cached_sequences: Sequences that may be reused.
-        cached_tokens: Their tokens, shared ones counted once for each.
-        evicted_sequences: Sequences dropped for room since the start.
-        waiting_requests: Calls in the queue.
-        requests: Calls answered.
-        fallbacks: Answered calls that reused less than their policy allows.
-        prompt_tokens: Prompt tokens of answered calls; the next four say what happened to them.
-        exact_tokens: See `Receipt`.
-        slid_tokens: See `Receipt`.
-        corrected_tokens: See `Receipt`.
-        fresh_tokens: See `Receipt`.
-        generated_tokens: Tokens of answers.
-    """
-
-    model: str
-    device: str
-    dtype: str
-    context_tokens: int
-    pool_pages: int
-    free_pages: int
-    cached_sequences: int
-    cached_tokens: int
-    evicted_sequences: int
-    waiting_requests: int
-    requests: int = 0
-    fallbacks: int = 0
-    prompt_tokens: int = 0
-    exact_tokens: int = 0
-    slid_tokens: int = 0
-    corrected_tokens: int = 0
-    fresh_tokens: int = 0
-    generated_tokens: int = 0
 
 
 class Engine:

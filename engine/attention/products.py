@@ -1,0 +1,98 @@
+"""Attention as two matrix products with a softmax between them, for many rows in bfloat16 on a CPU.
+
+Torch's flash kernel for the CPU reaches a third of what the processor's bfloat16 products do, and the matrix of scores
+fits into the cache if rows come in chunks. The scores are rounded to bfloat16, as in transformers' eager attention,
+but after a shift: a score is taken relative to that of the row's first key, which the softmax does not notice, and
+rounding errors shrink with it. Measured against float32 on real prompts, answers are as close as the flash kernel's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .groups import Groups
+
+CHUNK_ROWS = 64
+"""Most rows whose scores are worked on at a time."""
+
+CHUNK_SCORES = 2 << 20
+"""Most scores of a chunk, over all heads (4 MiB), unless that leaves too few rows for a product to be fast."""
+
+LEAST_ROWS = 16
+"""Fewest rows that a chunk is cut down to."""
+
+
+class _Chunk(NamedTuple):
+    """Rows over keys `[key_start, key_stop)`; `mask` (rows, n) or None is added to the scores of the last n keys."""
+
+    row_start: int
+    row_stop: int
+    key_start: int
+    key_stop: int
+    mask: Tensor | None
+
+
+def products_pay(device: torch.device) -> bool:
+    """Whether this processor multiplies bfloat16 in hardware (with AMX torch's flash kernel does that itself)."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.cpu._is_avx512_bf16_supported()) and not torch.cpu._is_amx_tile_supported()
+
+
+def attend_by_products(query: Tensor, keys: Tensor, groups: Groups, first_key: int, scale: float) -> Tensor:
+    """Attends from all rows of some groups.
+
+    Args:
+        query: (rows, heads, head_dim) bfloat16, rotated.
+        keys: (tokens, 2 * kv_heads, head_dim): keys, rotated, and values from token `first_key` on.
+        groups: Which keys the rows see.
+        first_key: The token of `keys[0]`.
+        scale: Factor on query-key products.
+
+    Returns:
+        (rows, heads, head_dim), contiguous.
+    """
+    rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[1] // 2
+    by_head = keys.transpose(0, 1).contiguous()
+    key, value = by_head[:kv_heads].transpose(1, 2), by_head[kv_heads:]
+    # Query heads that share a key head become rows of one product: (kv_heads, rows, heads / kv_heads, head_dim).
+    shared = (rows, kv_heads, heads // kv_heads, head_dim)
+    folded = query.view(shared).transpose(0, 1).contiguous()
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    target = out.view(shared).transpose(0, 1)
+    nothing = torch.zeros(1, dtype=query.dtype, device=query.device)
+    for row_start, row_stop, key_start, key_stop, mask in _chunks(groups, heads, query):
+        seen = slice(key_start - first_key, key_stop - first_key)
+        part, seen_key = folded[:, row_start:row_stop].flatten(1, 2), key[:, :, seen]
+        shift = torch.baddbmm(nothing, part, seen_key[:, :, :1], beta=0, alpha=-scale)
+        scores = torch.baddbmm(shift, part, seen_key, alpha=scale)
+        if mask is not None:
+            by_row = scores.view(kv_heads, row_stop - row_start, -1, key_stop - key_start)
+            by_row[..., -mask.shape[1] :] += mask.unsqueeze(1)
+        mixed = torch.bmm(scores.softmax(-1), value[:, seen])
+        target[:, row_start:row_stop] = mixed.view(kv_heads, row_stop - row_start, -1, head_dim)
+    return out
+
+
+def _chunks(groups: Groups, heads: int, like: Tensor) -> Iterator[_Chunk]:
+    """The groups' rows in chunks whose scores stay in the cache."""
+    triangle: Tensor | None = None
+    for row_start, row_stop, blocks in groups.groups:
+        low, last = blocks[0].key_start, blocks[-1]
+        chunk_rows = max(LEAST_ROWS, min(CHUNK_ROWS, CHUNK_SCORES // (heads * (last.key_stop - low))))
+        for row in range(row_start, row_stop, chunk_rows):
+            stop = min(row + chunk_rows, row_stop)
+            if not last.causal:
+                mask = None if last.mask is None else last.mask[row - row_start : stop - row_start]
+                yield _Chunk(row, stop, low, last.key_stop, mask)
+                continue
+            if triangle is None or len(triangle) < chunk_rows:
+                shape = (chunk_rows, chunk_rows)
+                triangle = torch.full(shape, -torch.inf, dtype=like.dtype, device=like.device).triu(1)
+            key_stop = last.key_start + stop - row_start
+            yield _Chunk(row, stop, low, key_stop, triangle[: stop - row, : stop - row])
