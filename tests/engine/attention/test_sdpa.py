@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -9,19 +10,34 @@ import torch
 
 from cacheslide_agents.engine.attention import row_runs, select_attention
 from cacheslide_agents.engine.attention.flash import FlashAttention
+from cacheslide_agents.engine.attention.groups import groups_for
 from cacheslide_agents.engine.attention.interface import Attention
 from cacheslide_agents.engine.attention.kernels import kernel_for, plain
+from cacheslide_agents.engine.attention.products import attend_by_products, products_pay
 from cacheslide_agents.engine.attention.sdpa import SdpaAttention
 from cacheslide_agents.engine.slide.block_table import BlockTable
 from tests.reference.dense_attention import dense_attention
 from tests.reference.flash_varlen import flash_attn_varlen_func
 
 CPU = torch.device("cpu")
+
+
+class ProductAttention(SdpaAttention):
+    """Matrix products for any dtype and number of rows."""
+
+    def attend(self, query, kv, layout, *, scale, window):
+        groups = groups_for(layout, window, query.dtype, query.device)
+        keys, first_key = self._reader.read(kv, layout, groups.first_key)
+        return attend_by_products(query, keys, groups, first_key, scale)
+
+
 CONTIGUOUS = list(range(3, 53))
 SCATTERED = np.random.default_rng(5).permutation(60)[:50].tolist()
+PAGES = {"contiguous": CONTIGUOUS, "scattered": SCATTERED}
 BACKENDS: dict[str, Callable[[], Attention]] = {
     "sdpa": lambda: SdpaAttention(CPU),
     "plain kernel": lambda: SdpaAttention(CPU, plain),
+    "products": lambda: ProductAttention(CPU),
     "flash": lambda: FlashAttention(CPU, flash_attn_varlen_func),
 }
 ROWS = {
@@ -52,16 +68,21 @@ def attend(attention: Attention, query, kv, pages, tokens, window=None):
     return attention.attend(query[tokens], kv, layout, scale=0.25, window=window)
 
 
-@pytest.mark.parametrize("pages", [CONTIGUOUS, SCATTERED], ids=["contiguous", "scattered"])
-@pytest.mark.parametrize("window", [None, 1000, 700, 160, 33, 1])
+@cache
+def seen_by_all(rows: str, window: int | None, pages: str) -> torch.Tensor:
+    """The oracle, once for all backends."""
+    kv, query = pool()
+    return dense_attention(query[ROWS[rows]], kv, BlockTable(PAGES[pages]), ROWS[rows], 0.25, window)
+
+
+@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("window", [None, 700, 160, 33, 1])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_see_what_dense_attention_sees_when_keys_are_paged(backend, rows, window, pages):
     kv, query = pool()
-    tokens = ROWS[rows]
-    out = attend(BACKENDS[backend](), query, kv, pages, tokens, window)
-    expected = dense_attention(query[tokens], kv, BlockTable(pages), tokens, 0.25, window)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    out = attend(BACKENDS[backend](), query, kv, PAGES[pages], ROWS[rows], window)
+    torch.testing.assert_close(out.double(), seen_by_all(rows, window, pages), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [2, 4, 6])
@@ -73,6 +94,29 @@ def test_groups_of_heads_share_keys_when_there_are_fewer_key_heads(heads, dtype)
         expected = dense_attention(query[tokens], kv, BlockTable(SCATTERED), tokens, 0.25, None)
         tolerance = 1e-5 if dtype == torch.float32 else 0.03
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_are_as_close_as_the_flash_kernel_when_bfloat16(rows):
+    kv, query = pool(4, torch.bfloat16)
+    kv[:, :2] += 20.0  # keys with a large part in common, as a bias makes them
+    tokens = ROWS[rows]
+    expected = dense_attention(query[tokens], kv, BlockTable(SCATTERED), tokens, 0.25, None)
+    errors = [
+        (attend(attention, query, kv, SCATTERED, tokens).double() - expected).square().mean().sqrt()
+        for attention in (SdpaAttention(CPU, kernel_for(CPU)), ProductAttention(CPU))
+    ]
+    assert errors[1] < max(0.01, 2 * errors[0])
+
+
+def test_products_are_taken_when_the_processor_has_them(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert products_pay(CPU)
+    assert not products_pay(torch.device("cuda"))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not products_pay(CPU)
 
 
 def test_layout_serves_all_layers_when_windows_differ():
