@@ -47,15 +47,15 @@ def flash_attn_varlen_func(
     left, right = window_size
     for idx, (rows, keys) in enumerate(zip(row_counts, key_counts, strict=True)):
         blocks = block_table[idx].long()
-        key, value = (part[blocks].flatten(0, 1)[:keys].repeat_interleave(group, 1).double() for part in (k, v))
+        key, value = (part[blocks].flatten(0, 1)[:keys].transpose(0, 1).unsqueeze(1).float() for part in (k, v))
         start = int(cu_seqlens_q[idx])
-        scores = torch.einsum("rhd,khd->hrk", q[start : start + rows].double(), key) * softmax_scale
+        query = q[start : start + rows].float().unflatten(1, (-1, group)).permute(1, 2, 0, 3)
         ahead = torch.arange(keys) - (torch.arange(rows)[:, None] + keys - rows)
         hidden = ahead > 0
         if left >= 0:
             hidden |= ahead < -left
         if right >= 0:
             hidden |= ahead > right
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out[start : start + rows] = torch.einsum("hrk,khd->rhd", weights, value).to(q.dtype)
+        weights = (query @ key.mT * softmax_scale).masked_fill(hidden, -torch.inf).softmax(-1)
+        out[start : start + rows] = (weights @ value).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
     return out

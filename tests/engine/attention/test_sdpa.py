@@ -38,7 +38,6 @@ BACKENDS: dict[str, Callable[[], Attention]] = {
     "sdpa": lambda: SdpaAttention(CPU),
     "plain kernel": lambda: SdpaAttention(CPU, plain),
     "products": lambda: ProductAttention(CPU),
-    "flash": lambda: FlashAttention(CPU, flash_attn_varlen_func),
 }
 ROWS = {
     "all rows": np.arange(700),
@@ -82,6 +81,15 @@ def seen_by_all(rows: str, window: int | None, pages: str) -> torch.Tensor:
 def test_rows_see_what_dense_attention_sees_when_keys_are_paged(backend, rows, window, pages):
     kv, query = pool()
     out = attend(BACKENDS[backend](), query, kv, PAGES[pages], ROWS[rows], window)
+    torch.testing.assert_close(out.double(), seen_by_all(rows, window, pages), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_see_what_dense_attention_sees_when_flash_runs_them_as_sequences(rows, window, pages):
+    kv, query = pool()
+    out = attend(FlashAttention(CPU, flash_attn_varlen_func), query, kv, PAGES[pages], ROWS[rows], window)
     torch.testing.assert_close(out.double(), seen_by_all(rows, window, pages), atol=1e-5, rtol=1e-5)
 
 
