@@ -8,9 +8,10 @@ ids only: no tokenizer, no cache.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
 
 import numpy as np
+
+from .index import SpaceKey
 
 MAX_REPLIES = 256
 MAX_SESSIONS = 1024
@@ -72,12 +73,12 @@ class ReplyBooks:
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_sessions = max_sessions
-        self._books: OrderedDict[tuple[Hashable, str], ReplyBook] = OrderedDict()
+        self._books: OrderedDict[tuple[SpaceKey, str], ReplyBook] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._books)
 
-    def book(self, space: Hashable, session: str | None) -> ReplyBook:
+    def book(self, space: SpaceKey, session: str | None) -> ReplyBook:
         """The session's book, made at first use. Without a session an empty one that nobody else sees."""
         if session is None:
             return ReplyBook()
@@ -89,7 +90,8 @@ class ReplyBooks:
             self._books.popitem(last=False)
         return self._books[key]
 
-    def forget(self, space: Hashable, session: str | None) -> None:
-        """Drops the session's book."""
-        if session is not None:
-            self._books.pop((space, session), None)
+    def forget(self, namespace: str, session: str) -> None:
+        """Drops the session's books, whatever the template."""
+        for space, owner in list(self._books):
+            if (space.namespace, owner) == (namespace, session):
+                del self._books[space, owner]

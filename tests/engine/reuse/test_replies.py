@@ -3,8 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cacheslide_agents.engine.reuse.index import SpaceKey
 from cacheslide_agents.engine.reuse.replies import ReplyBook, ReplyBooks
 
+SPACE, OTHER = SpaceKey("default", None), SpaceKey("default", "other")
 HEADER, HEADER_IDS = "assistant\n", np.array([520, 9531, 198])
 
 
@@ -58,19 +60,22 @@ def test_the_least_recently_used_reply_goes_when_the_book_is_full() -> None:
 
 def test_books_are_apart_when_sessions_or_spaces_differ() -> None:
     books = ReplyBooks(max_sessions=2)
-    note(books.book("space", "a"), "Hello", [5])
-    assert books.book("space", "a").lookup("assistant\nHello") is not None
-    assert books.book("space", "b").lookup("assistant\nHello") is None
-    assert books.book("other", "a").lookup("assistant\nHello") is None
+    note(books.book(SPACE, "a"), "Hello", [5])
+    assert books.book(SPACE, "a").lookup("assistant\nHello") is not None
+    assert books.book(SPACE, "b").lookup("assistant\nHello") is None
+    assert books.book(OTHER, "a").lookup("assistant\nHello") is None
     assert len(books) == 2
-    assert books.book("space", "a").lookup("assistant\nHello") is None  # it was the least recently used
+    assert books.book(SPACE, "a").lookup("assistant\nHello") is None  # it was the least recently used
 
 
 def test_nothing_is_kept_when_there_is_no_session_or_it_is_forgotten() -> None:
     books = ReplyBooks()
-    note(books.book("space", None), "Hello", [5])
-    assert books.book("space", None).lookup("assistant\nHello") is None
-    note(books.book("space", "a"), "Hello", [5])
-    books.forget("space", "a")
-    books.forget("space", None)
-    assert books.book("space", "a").lookup("assistant\nHello") is None
+    note(books.book(SPACE, None), "Hello", [5])
+    assert books.book(SPACE, None).lookup("assistant\nHello") is None
+    note(books.book(SPACE, "a"), "Hello", [5])
+    note(books.book(OTHER, "a"), "Hello", [5])
+    note(books.book(SPACE, "b"), "Hello", [5])
+    books.forget("default", "a")
+    assert books.book(SPACE, "a").lookup("assistant\nHello") is None
+    assert books.book(OTHER, "a").lookup("assistant\nHello") is None
+    assert books.book(SPACE, "b").lookup("assistant\nHello") is not None
