@@ -47,7 +47,7 @@ class EngineConfig:
     Attributes:
         model: A Hugging Face folder, a hub id or a GGUF file; None is the bundled SmolLM2-135M-Instruct.
         device: `auto` takes CUDA where there is one.
-        dtype: `auto` is bfloat16 where the device computes it quickly and float32 elsewhere.
+        dtype: `auto` is bfloat16 where the device computes it quickly, else float16 on CUDA and float32 on a CPU.
         policy: The default policy of requests.
         correction_share: Share of each slid run after a change that `slide` computes again, 0 to 1.
         min_slide_tokens: Matching runs shorter than this are computed, not slid: below it the copy costs more.

@@ -14,7 +14,8 @@ if not torch.cuda.is_available():
     sys.exit("no CUDA device: run this on a machine with a GPU")
 print(torch.__version__, torch.cuda.get_device_name(0))
 CHECK
-"$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider
+# Not the project's own pytest settings, which ask for plugins that need not be here.
+"$python" -m pytest -c /dev/null --rootdir="$PWD" --import-mode=importlib -p no:cacheprovider -q tests/gpu
 "$python" -m benchmarks.gpu --json "$out/gpu.json"
 if "$python" -c 'import flash_attn' 2>/dev/null; then
     "$python" -m benchmarks.gpu --attention sdpa --json "$out/gpu-sdpa.json"

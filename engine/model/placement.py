@@ -13,8 +13,8 @@ def resolve_device_and_dtype(device: str, dtype: str) -> tuple[torch.device, tor
     """Turn the settings `device` and `dtype` into what torch understands.
 
     `auto` is CUDA where there is one; its dtype is bfloat16 where the device multiplies bfloat16 matrices natively
-    (CUDA from compute capability 8, CPUs with AVX512_BF16 or AMX) and float32 elsewhere, as emulated
-    bfloat16 is slower.
+    (CUDA from compute capability 8, CPUs with AVX512_BF16 or AMX), since emulated bfloat16 is slower. Elsewhere it is
+    float16 on CUDA and float32 on a CPU.
 
     Raises:
         ConfigError: CUDA is asked for and absent, or the index is beyond the devices there are.
