@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
@@ -77,8 +78,8 @@ class Engine:
         self._decoder = decoder
         self._runner = Runner(config, decoder, tokenizer, pool, attention, context_tokens)
         self._scheduler = Scheduler(f"cacheslide {model_name}")
-        self._requests: weakref.WeakSet[Request] = weakref.WeakSet()
-        self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._requests)
+        self._closing = threading.Event()
+        self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._closing)
 
     @classmethod
     def load(cls, config: EngineConfig | None = None) -> Engine:
@@ -129,7 +130,9 @@ class Engine:
             PromptError: The prompt is malformed.
             ContextLengthError: The prompt does not fit the context.
             ConfigError: The policy does not exist.
+            ModelError: The model gave no finite logits.
             EngineClosedError: The engine was closed.
+            RequestCancelledError: The engine was closed while the request waited or ran.
         """
         with closing(self.stream(prompt, params, session=session, namespace=namespace, policy=policy)) as pieces:
             return _collect(list(pieces))
@@ -235,7 +238,7 @@ class Engine:
             (tokens of the continuation, vocab) float32, on the model's device.
 
         Raises:
-            PromptError: The continuation is empty; else as in `generate`.
+            PromptError: The continuation is empty or has an id that is not the model's; else as in `generate`.
         """
         ids = (
             self.tokenizer.encode(continuation, add_special_tokens=False)
@@ -293,7 +296,7 @@ class Engine:
         policy: PolicyName | None,
         emit: Callable[[Piece | BaseException], None],
     ) -> Request:
-        request = Request(
+        return Request(
             prompt=prompt,
             params=params or SamplingParams(),
             session=session,
@@ -301,9 +304,8 @@ class Engine:
             policy=self._known_policy(policy),
             emit=emit,
             submitted_at=time.perf_counter(),
+            closing=self._closing,
         )
-        self._requests.add(request)
-        return request
 
     def _known_policy(self, policy: PolicyName | None) -> PolicyName:
         policy = policy or self.config.policy
@@ -330,9 +332,8 @@ class Engine:
         return future.result()
 
 
-def _shut_down(scheduler: Scheduler, requests: weakref.WeakSet[Request]) -> None:
-    for request in list(requests):
-        request.cancel()
+def _shut_down(scheduler: Scheduler, is_closing: threading.Event) -> None:
+    is_closing.set()  # first, so that what waits ends at once when its turn comes
     scheduler.close()
 
 

@@ -61,6 +61,7 @@ class Request:
         policy: How reuse is decided.
         emit: Takes the pieces in order, or the error that ended the request. Called on the engine's thread.
         submitted_at: `time.perf_counter()` at submission, in seconds.
+        closing: Set when the engine closes, which cancels every request.
     """
 
     prompt: Prompt
@@ -70,6 +71,7 @@ class Request:
     policy: PolicyName
     emit: Callable[[Piece | BaseException], None]
     submitted_at: float
+    closing: threading.Event = field(default_factory=threading.Event)
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
@@ -80,7 +82,7 @@ class Request:
         """Raises if the request was cancelled.
 
         Raises:
-            RequestCancelledError: Somebody called `cancel`.
+            RequestCancelledError: Somebody called `cancel` or closed the engine.
         """
-        if self._cancelled.is_set():
+        if self._cancelled.is_set() or self.closing.is_set():
             raise RequestCancelledError("the request was cancelled before it finished")

@@ -13,7 +13,7 @@ import torch
 
 from ..attention.interface import Attention
 from ..config import EngineConfig, PolicyName, SamplingParams
-from ..errors import ContextLengthError
+from ..errors import ContextLengthError, PromptError
 from ..model.decoder import Decoder
 from ..receipt import Receipt
 from ..reuse.index import CacheIndex, SpaceKey
@@ -139,11 +139,13 @@ class Runner:
             (tokens of the continuation, vocab) float32, on the model's device.
 
         Raises:
+            PromptError: A token id is not the model's.
             ContextLengthError: Prompt and continuation do not fit.
         """
         space = SpaceKey(namespace, prompt.template)
         encoded, _ = self._encode(prompt, space, session)
         token_ids = np.concatenate([encoded.token_ids, continuation[:-1]])
+        self._check_ids(continuation)
         if len(token_ids) >= self.context_tokens:
             raise ContextLengthError(len(token_ids), self.context_tokens, "shorten the prompt or the continuation")
         plan, assembly = self._assemble(encoded, space, session, policy, extra_tokens=len(continuation) - 1)
@@ -156,7 +158,7 @@ class Runner:
         """Drops everything cached for a session, whatever the template."""
         for space in self.index.spaces(namespace):
             self.index.forget_session(space, session)
-            self._replies.forget(space, session)
+        self._replies.forget(namespace, session)
 
     def _encode(self, prompt: Prompt, space: SpaceKey, session: str | None) -> tuple[EncodedPrompt, TextPiece]:
         """The prompt's ids, and its text after the last control token, which the answer continues."""
@@ -167,7 +169,18 @@ class Runner:
             if self.context_tokens < self._decoder.spec.context_tokens:
                 remedy += " or raise max_context_tokens or pool_tokens"
             raise ContextLengthError(len(encoded), self.context_tokens, remedy)
+        self._check_ids(encoded.token_ids)
         return encoded, header
+
+    def _check_ids(self, token_ids: np.ndarray) -> None:
+        """Refuses ids without an embedding: on a GPU the look-up itself would end all use of the device."""
+        vocab_size = self._decoder.spec.vocab_size
+        wrong = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+        if len(wrong):
+            raise PromptError(
+                f"token id {wrong[0]} is not one of the model's {vocab_size}: use the tokenizer that belongs to the "
+                "model, or resize the model's embeddings to the tokenizer"
+            )
 
     def _assemble(
         self,
@@ -277,7 +290,7 @@ class Runner:
         if reply_ids[-1] in self._stop_token_ids(request.params):
             reply_ids = reply_ids[:-1]
         if request.session is None or self._tokenizer.decode(reply_ids, skip_special_tokens=True) != answer.text:
-            return  # nobody's reply, or one cut inside a token by a stop string
+            return  # nobody's reply, or one cut short by a stop string
         book = self._replies.book(space, request.session)
         canonical = self._tokenizer.encode(header.text + answer.text, add_special_tokens=False)
         book.remember(header.text, header.ids, answer.text, np.asarray(reply_ids), np.asarray(canonical))

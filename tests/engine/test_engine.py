@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from cacheslide_agents.engine.errors import (
     ContextLengthError,
     EngineClosedError,
     PromptError,
+    RequestCancelledError,
 )
+from cacheslide_agents.engine.run.sequence import RunningSequence
+from cacheslide_agents.engine.slide.assembly import Assembly
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SYSTEM = "You are a helpful assistant with a memory of what the user told you.\n"
@@ -76,8 +80,8 @@ class TestReuse:
         assert receipt.exact_tokens + receipt.slid_tokens + receipt.fresh_tokens == receipt.prompt_tokens
         assert receipt.cache_read_tokens == receipt.exact_tokens + receipt.slid_tokens - receipt.corrected_tokens
 
-    def test_slid_keys_equal_their_own_tokens_moved_when_nothing_is_corrected(self):
-        """Oracle: with the same left context, a slid token differs from recomputation by its position alone."""
+    def test_slid_logits_differ_from_recomputed_ones_when_nothing_is_corrected(self):
+        """What slides saw another context, so equal numbers would mean that nothing slid."""
         with tiny_engine(correction_share=0.0) as engine:
             long, short = [Segment.suffix("a" * n + "\n") for n in (40, 24)]
             tail = Segment.suffix(HISTORY)
@@ -119,8 +123,8 @@ class TestReuse:
         exact = engine.generate(longer, FEW, session="other", policy="prefix").receipt
         assert exact.exact_tokens <= engine.count_tokens(SYSTEM + NEW) + 16, "prefix never reads tainted pages"
 
-    def test_keys_stay_close_when_they_slide_many_times(self):
-        with tiny_engine(max_hops=20, correction_share=1.0) as engine:
+    def test_text_equals_recompute_when_every_turn_corrects_what_slid(self):
+        with tiny_engine(correction_share=1.0) as engine:
             for turn in range(6):
                 update = Segment.update("memory: " + "x" * (3 + 5 * turn) + "\n")
                 prompt = Prompt([Segment.system(SYSTEM), update, Segment.suffix(HISTORY)])
@@ -165,6 +169,7 @@ class TestSeparation:
     def test_a_session_is_gone_when_it_is_forgotten(self, engine):
         engine.generate(first_turn(), FEW, session="s")
         engine.forget("s")
+        assert len(engine._runner._replies) == 0
         assert engine.stats().cached_sequences == 0
         assert engine.stats().free_pages == engine.stats().pool_pages
 
@@ -267,6 +272,27 @@ class TestBadInput:
         with pytest.raises(PromptError):
             engine.generate(Prompt([Segment.suffix("\ud800")]), FEW)
 
+    def test_replies_are_gone_when_a_session_is_forgotten_after_its_pages_were_evicted(self, engine):
+        engine.generate(first_turn(), FEW, session="s")
+        engine._runner.index.evict(engine.stats().pool_pages)
+        engine.forget("s")
+        assert len(engine._runner._replies) == 0
+
+    @pytest.mark.parametrize("token_id", [-1, 384, 10**6])
+    def test_error_when_a_token_id_is_not_the_models(self, engine, token_id):
+        with pytest.raises(PromptError, match=rf"{token_id} is not one of the model's 384"):
+            engine.logits(first_turn(), [5, token_id])
+        assert engine.stats().free_pages == engine.stats().pool_pages
+
+    def test_error_when_the_tokenizer_has_more_tokens_than_the_model(self):
+        tokenizer = tiny_tokenizer(None)
+        tokenizer.add_tokens(["unheard-of"])
+        with (
+            Engine.from_model(tiny_model(), tokenizer, EngineConfig(pool_tokens=256)) as engine,
+            pytest.raises(PromptError, match="tokenizer that belongs to the model"),
+        ):
+            engine.generate(Prompt([Segment.suffix("an unheard-of word")]), FEW)
+
     def test_error_when_the_continuation_is_empty(self, engine):
         with pytest.raises(PromptError, match="continuation"):
             engine.logits(first_turn(), "")
@@ -331,6 +357,51 @@ class TestRequests:
         ticker.cancel()
         assert output.receipt.generated_tokens == 60
         assert ticks > 5
+
+    def test_running_and_waiting_calls_end_when_the_engine_is_closed(self):
+        engine = tiny_engine()
+        running = engine.stream(first_turn(), SamplingParams(max_tokens=1500, ignore_eos=True))
+        next(running)
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            with pytest.raises(RequestCancelledError) as caught:
+                engine.generate(second_turn(), SamplingParams(max_tokens=1500, ignore_eos=True))
+            errors.append(caught.value)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while not engine.stats().waiting_requests:
+            time.sleep(0.001)
+        engine.close()
+        waiting.join()
+        assert len(errors) == 1
+        with pytest.raises(RequestCancelledError):
+            list(running)
+        assert engine.stats().free_pages == engine.stats().pool_pages
+
+    @pytest.mark.parametrize("failing", ["layer", "append"])
+    def test_no_page_and_no_pin_is_kept_when_the_model_fails(self, engine, monkeypatch, failing):
+        engine.generate(first_turn(), FEW, session="s")
+        before = engine.stats()
+        calls = 0
+
+        def fail(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+            if failing == "append" or calls == 3:
+                raise MemoryError("no room")
+
+        if failing == "layer":
+            monkeypatch.setattr(Assembly, "slide", fail)
+        else:
+            monkeypatch.setattr(RunningSequence, "append", fail)
+        with pytest.raises(MemoryError):
+            engine.generate(second_turn(), FEW, session="s")
+        monkeypatch.undo()
+        after = engine.stats()
+        assert (after.free_pages, after.cached_sequences) == (before.free_pages, before.cached_sequences)
+        assert engine._runner.index.stats().pinned == 0
 
     def test_error_when_the_engine_is_closed(self):
         engine = tiny_engine()
