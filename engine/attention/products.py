@@ -1,7 +1,9 @@
-"""Attention as two matrix products with a softmax between them, for many rows in bfloat16 on a CPU.
+"""Attention as two matrix products with a softmax between them, for bfloat16 on a CPU.
 
 Torch's flash kernel for the CPU reaches a third of what the processor's bfloat16 products do, and the matrix of scores
-fits into the cache if rows come in chunks. The scores are rounded to bfloat16, as in transformers' eager attention,
+fits into the cache if rows come in chunks. Keys and values are first copied head by head: a product reads the pool's
+own order so much slower from cold memory that the copy pays even for one row (1,761 keys: 0.31 ms instead of 0.50,
+flash kernel 0.68, one core). The scores are rounded to bfloat16, as in transformers' eager attention,
 but after a shift: a score is taken relative to that of the row's first key, which the softmax does not notice, and
 rounding errors shrink with it. Measured against float32 on real prompts, answers are as close as the flash kernel's.
 """
@@ -58,16 +60,21 @@ def attend_by_products(query: Tensor, keys: Tensor, groups: Groups, first_key: i
     """
     rows, heads, head_dim = query.shape
     kv_heads = keys.shape[1] // 2
-    by_head = keys.transpose(0, 1).contiguous()
+    by_head = keys[groups.first_key - first_key :].transpose(0, 1).contiguous()
     key, value = by_head[:kv_heads].transpose(1, 2), by_head[kv_heads:]
+    nothing = torch.zeros(1, dtype=query.dtype, device=query.device)
+    if rows == 1:
+        # One row sees all these keys: what is below, without its bookkeeping.
+        part = query.view(kv_heads, -1, head_dim)
+        shift = torch.baddbmm(nothing, part, key[:, :, :1], beta=0, alpha=-scale)
+        return torch.bmm(torch.baddbmm(shift, part, key, alpha=scale).softmax(-1), value).view(query.shape)
     # Query heads that share a key head become rows of one product: (kv_heads, rows, heads / kv_heads, head_dim).
     shared = (rows, kv_heads, heads // kv_heads, head_dim)
     folded = query.view(shared).transpose(0, 1).contiguous()
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     target = out.view(shared).transpose(0, 1)
-    nothing = torch.zeros(1, dtype=query.dtype, device=query.device)
     for row_start, row_stop, key_start, key_stop, mask in _chunks(groups, heads, query):
-        seen = slice(key_start - first_key, key_stop - first_key)
+        seen = slice(key_start - groups.first_key, key_stop - groups.first_key)
         part, seen_key = folded[:, row_start:row_stop].flatten(1, 2), key[:, :, seen]
         shift = torch.baddbmm(nothing, part, seen_key[:, :, :1], beta=0, alpha=-scale)
         scores = torch.baddbmm(shift, part, seen_key, alpha=scale)

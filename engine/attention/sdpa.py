@@ -18,13 +18,11 @@ once per key head and works on more rows at a time (1 row over 1,761 keys: 0.19 
 cores in bfloat16; the difference is gone at about 128 rows."""
 
 
-PRODUCT_ROWS = 8
-"""From so many rows on, matrix products are faster in bfloat16 than the CPU's flash kernel (128 rows over 1,761 keys:
-3.8 ms instead of 7.8 on one core)."""
-
-
 class SdpaAttention:
-    """Torch kernels on views of the pool, or on one gather per layer where a sequence's pages are scattered."""
+    """Torch kernels on views of the pool, or on one gather per layer where a sequence's pages are scattered.
+
+    In bfloat16 on a CPU that multiplies it in hardware, matrix products on a copy by heads take the kernels' place.
+    """
 
     def __init__(self, device: torch.device, kernel: Kernel | None = None) -> None:
         """Takes the best kernel for `device` unless one is given."""
@@ -42,7 +40,7 @@ class SdpaAttention:
         planned = groups_for(layout, window, query.dtype, query.device)
         groups = planned.groups
         keys, first_key = self._reader.read(kv, layout, planned.first_key)
-        if self._products and len(query) >= PRODUCT_ROWS and query.dtype == torch.bfloat16:
+        if self._products and query.dtype == torch.bfloat16:
             return attend_by_products(query, keys, planned, first_key, scale)
         kv_heads = kv.shape[1] // 2
         by_head = keys.transpose(0, 1).unsqueeze(0)
