@@ -91,19 +91,15 @@ class EngineRegistry:
             CacheSlideError: What loading raises; the next call tries again.
         """
         key = EngineKey.of(config, wrapped)
-        with self._lock:
-            place = self._places.setdefault(key, _Place())
-        with place.lock:
-            if place.shared is None:
-                from cacheslide_agents.engine.engine import Engine
-
-                engine = (
-                    Engine.load(key.config)
-                    if wrapped is None
-                    else Engine.from_model(wrapped.model, wrapped.tokenizer, key.config)
-                )
-                place.shared = SharedEngine(engine)
-            return place.shared
+        while True:
+            with self._lock:
+                place = self._places.setdefault(key, _Place())
+            with place.lock:
+                if self._places.get(key) is not place:  # closed while we waited for the lock
+                    continue
+                if place.shared is None:
+                    place.shared = SharedEngine(_load(key.config, wrapped))
+                return place.shared
 
     def peek(self, config: EngineConfig, wrapped: WrappedModel | None = None) -> SharedEngine | None:
         """The engine of a configuration if it is loaded."""
@@ -130,6 +126,14 @@ class EngineRegistry:
             with place.lock:
                 if place.shared is not None:
                     place.shared.engine.close()
+
+
+def _load(config: EngineConfig, wrapped: WrappedModel | None) -> Engine:
+    from cacheslide_agents.engine.engine import Engine
+
+    if wrapped is None:
+        return Engine.load(config)
+    return Engine.from_model(wrapped.model, wrapped.tokenizer, config)
 
 
 ENGINES = EngineRegistry()

@@ -88,6 +88,27 @@ def test_engine_is_closed_once_when_the_registry_closes(registry: EngineRegistry
     assert registry.get(EngineConfig()).engine is not engines[0]
 
 
+def test_engine_is_open_when_another_thread_closed_the_one_that_was_waited_for(registry: EngineRegistry) -> None:
+    first: Any = registry.get(EngineConfig())
+    place = next(iter(registry._places.values()))
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: registry.close(EngineConfig())),
+        threading.Thread(target=lambda: found.append(registry.get(EngineConfig()))),
+    ]
+    with place.lock:
+        threads[1].start()
+        threading.Event().wait(0.05)  # it waits for the place now
+        threads[0].start()
+        while registry._places:
+            threading.Event().wait(0.001)
+    for thread in threads:
+        thread.join()
+    assert first.engine.num_closed == 1
+    assert found[0].engine.num_closed == 0
+    assert registry.peek(EngineConfig()) is found[0]
+
+
 def test_renderer_is_kept_when_asked_for_again(registry: EngineRegistry) -> None:
     shared = registry.get(EngineConfig())
     assert shared.renderer() is shared.renderer()
