@@ -14,7 +14,7 @@ from .errors import ConfigError
 PAGE_TOKENS = 16
 """Tokens in one page (DESIGN: a page is K and V of 16 tokens of one layer)."""
 
-PolicyName = Literal["recompute", "prefix", "slide"]
+PolicyName = Literal["recompute", "prefix", "head", "slide"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "sdpa", "flash"]
 
@@ -67,7 +67,8 @@ class EngineConfig:
     device: str = "auto"
     dtype: DtypeName = "auto"
     policy: PolicyName = "slide"
-    correction_share: float = 0.10
+    correction_share: float = 0.26
+    staleness_bound: float = 0.01
     min_slide_tokens: int = PAGE_TOKENS
     max_hops: int = 20
     share_slid: bool = False
@@ -88,6 +89,7 @@ class EngineConfig:
         check.one_of("policy", get_args(PolicyName))
         check.one_of("attention", get_args(AttentionName))
         check.number("correction_share", 0.0, 1.0)
+        check.number("staleness_bound", 0.0, 1.0)
         check.number("pool_share", 0.0, 0.95, open_low=True)
         check.count("min_slide_tokens", 1)
         check.count("max_hops", 0, 255)

@@ -28,6 +28,7 @@ from .run.runner import Runner
 from .run.scheduler import Job, Scheduler
 from .segments import Prompt
 from .slide.pages import PagePool, pool_pages
+from .slide.queries import StoredQueries
 from .stats import EngineStats
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Engine:
             num_pages * PAGE_TOKENS,
         )
         pool = PagePool(decoder.spec, num_pages, decoder.dtype, decoder.device)
+        queries = StoredQueries(decoder.spec, num_pages * PAGE_TOKENS, decoder.dtype, decoder.device)
         attention = select_attention(config.attention, decoder.device, decoder.dtype)
         self.config = config
         self.model = model
@@ -76,7 +78,7 @@ class Engine:
         self.model_path = model_path
         self.context_tokens = context_tokens
         self._decoder = decoder
-        self._runner = Runner(config, decoder, tokenizer, pool, attention, context_tokens)
+        self._runner = Runner(config, decoder, tokenizer, pool, queries, attention, context_tokens)
         self._scheduler = Scheduler(f"cacheslide {model_name}")
         self._closing = threading.Event()
         self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._closing)

@@ -23,6 +23,7 @@ class Receipt:
         slid_tokens: Tokens whose KV came from an earlier turn, corrected ones included.
         corrected_tokens: Slid tokens that were computed again.
         fresh_tokens: Tokens computed without any cached copy.
+        staleness: Mean staleness that the slid tokens are left with, 0 to 1; corrected ones owe nothing.
         generated_tokens: Tokens of the answer.
         pages_loaded: Pages read from a lower tier.
         pages_spilled: Pages written to a lower tier on behalf of this request.
@@ -42,6 +43,7 @@ class Receipt:
     slid_tokens: int
     corrected_tokens: int
     fresh_tokens: int
+    staleness: float = 0.0
     generated_tokens: int = 0
     pages_loaded: int = 0
     pages_spilled: int = 0

@@ -59,7 +59,16 @@ class FlashAttention:
         """See `Attention.layout`."""
         return make_layout(table, tokens, self._device)
 
-    def attend(self, query: Tensor, kv: Tensor, layout: Layout, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        layout: Layout,
+        *,
+        scale: float,
+        window: int | None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
         """See `Attention.attend`."""
         # The sequences are the same for every window, so they are kept under one key.
         sequences: _Sequences | None = layout.prepared.get(None)
@@ -69,7 +78,7 @@ class FlashAttention:
         keys, _ = self._reader.read(kv, layout, 0, padded)
         blocks = keys.view(-1, BLOCK_TOKENS, *keys.shape[1:])
         kv_heads = kv.shape[1] // 2
-        out: Tensor = self._varlen(
+        result: Any = self._varlen(
             query,
             blocks[:, :, :kv_heads],
             blocks[:, :, kv_heads:],
@@ -81,7 +90,13 @@ class FlashAttention:
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
             block_table=sequences.blocks,
+            return_attn_probs=lse is not None,
         )
+        if lse is None:
+            out: Tensor = result
+            return out
+        out, row_lse = result[0], result[1]  # the log-sum-exp is (heads, rows)
+        lse.copy_(row_lse.transpose(0, 1))
         return out
 
 

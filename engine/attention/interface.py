@@ -71,7 +71,16 @@ class Attention(Protocol):
         """
         ...
 
-    def attend(self, query: Tensor, kv: Tensor, layout: Layout, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        layout: Layout,
+        *,
+        scale: float,
+        window: int | None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
         """Attends from the rows to all tokens up to their own.
 
         Args:
@@ -81,6 +90,7 @@ class Attention(Protocol):
             layout: Of the same rows.
             scale: Factor on query-key products.
             window: How many tokens a row sees, itself included, or None for all.
+            lse: (rows, heads) float32, receives the log of the sum of the exponentials of each row's scaled scores.
 
         Returns:
             (rows, heads, head_dim), the query's dtype.

@@ -45,7 +45,9 @@ def products_pay(device: torch.device) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported()) and not torch.cpu._is_amx_tile_supported()
 
 
-def attend_by_products(query: Tensor, keys: Tensor, groups: Groups, first_key: int, scale: float) -> Tensor:
+def attend_by_products(
+    query: Tensor, keys: Tensor, groups: Groups, first_key: int, scale: float, lse: Tensor | None = None
+) -> Tensor:
     """Attends from all rows of some groups.
 
     Args:
@@ -54,6 +56,7 @@ def attend_by_products(query: Tensor, keys: Tensor, groups: Groups, first_key: i
         groups: Which keys the rows see.
         first_key: The token of `keys[0]`.
         scale: Factor on query-key products.
+        lse: See `Attention.attend`.
 
     Returns:
         (rows, heads, head_dim), contiguous.
@@ -81,7 +84,11 @@ def attend_by_products(query: Tensor, keys: Tensor, groups: Groups, first_key: i
         if mask is not None:
             by_row = scores.view(kv_heads, row_stop - row_start, -1, key_stop - key_start)
             by_row[..., -mask.shape[1] :] += mask.unsqueeze(1)
-        mixed = torch.bmm(scores.softmax(-1), value[:, seen])
+        weights = scores.softmax(-1)
+        if lse is not None:
+            total = scores.float().logsumexp(-1, keepdim=True) - shift.float()
+            lse[row_start:row_stop] = total.view(kv_heads, row_stop - row_start, -1).transpose(0, 1).flatten(1)
+        mixed = torch.bmm(weights, value[:, seen])
         target[:, row_start:row_stop] = mixed.view(kv_heads, row_stop - row_start, -1, head_dim)
     return out
 

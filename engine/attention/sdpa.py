@@ -35,30 +35,53 @@ class SdpaAttention:
         """See `Attention.layout`."""
         return make_layout(table, tokens, self._device)
 
-    def attend(self, query: Tensor, kv: Tensor, layout: Layout, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        layout: Layout,
+        *,
+        scale: float,
+        window: int | None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
         """See `Attention.attend`."""
         planned = groups_for(layout, window, query.dtype, query.device)
         groups = planned.groups
         keys, first_key = self._reader.read(kv, layout, planned.first_key)
         if self._products and query.dtype == torch.bfloat16:
-            return attend_by_products(query, keys, planned, first_key, scale)
+            return attend_by_products(query, keys, planned, first_key, scale, lse)
         kv_heads = kv.shape[1] // 2
         by_head = keys.transpose(0, 1).unsqueeze(0)
         key, value = by_head[:, :kv_heads], by_head[:, kv_heads:]
         if len(groups) == 1:
-            return self._group(query, key, value, groups[0].blocks, first_key, scale)
+            return self._group(query, key, value, groups[0].blocks, first_key, scale, lse)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for row_start, row_stop, blocks in groups:
-            out[row_start:row_stop] = self._group(query[row_start:row_stop], key, value, blocks, first_key, scale)
+            rows = slice(row_start, row_stop)
+            rows_lse = None if lse is None else lse[rows]
+            out[rows] = self._group(query[rows], key, value, blocks, first_key, scale, rows_lse)
         return out
 
     def _group(
-        self, query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], first_key: int, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        blocks: tuple[Block, ...],
+        first_key: int,
+        scale: float,
+        lse: Tensor | None,
     ) -> Tensor:
         """One group's rows over its one or two blocks of keys."""
-        out, lse = self._block(query, key, value, blocks[0], first_key, scale)
+        out, block_lse = self._block(query, key, value, blocks[0], first_key, scale)
+        total = block_lse
         for block in blocks[1:]:
-            out = merge(out, lse, *self._block(query, key, value, block, first_key, scale))
+            other, other_lse = self._block(query, key, value, block, first_key, scale)
+            out = merge(out, block_lse, other, other_lse)
+            total = torch.logaddexp(block_lse, other_lse) if lse is not None else total
+        if lse is not None:
+            lse.copy_(total)
         return out
 
     def _block(

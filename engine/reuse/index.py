@@ -42,6 +42,8 @@ class CachedSequence:
         positions: (tokens,) int64: where the cached keys are rotated to.
         exact_tokens: Length of the untainted prefix.
         hops: (tokens,) uint8: rotations that each cached key went through.
+        query_positions: (tokens,) int64: where the stored queries are rotated to.
+        staleness: (tokens,) float32: what each token was left with, its debt.
         table: Its pages, each counted once in the pool for this sequence.
         last_used: Tick of the last use; greater is later.
         pins: Running requests that read it; a pinned sequence stays.
@@ -54,6 +56,8 @@ class CachedSequence:
     positions: np.ndarray
     exact_tokens: int
     hops: np.ndarray
+    query_positions: np.ndarray
+    staleness: np.ndarray
     table: BlockTable
     last_used: int = 0
     pins: int = 0
@@ -100,6 +104,8 @@ class CacheIndex:
         positions: np.ndarray,
         exact_tokens: int,
         hops: np.ndarray,
+        query_positions: np.ndarray,
+        staleness: np.ndarray,
         table: BlockTable,
     ) -> CachedSequence:
         """Caches a sequence and takes over its page references; surplus pages of the table are released.
@@ -125,6 +131,8 @@ class CacheIndex:
             positions=np.array(positions, dtype=np.int64),
             exact_tokens=exact_tokens,
             hops=np.array(hops, dtype=np.uint8),
+            query_positions=np.array(query_positions, dtype=np.int64),
+            staleness=np.array(staleness, dtype=np.float32),
             table=BlockTable(table.pages[:num_pages]),
         )
         self._next_id += 1

@@ -41,6 +41,8 @@ class Plan:
         spans: In order, non-empty, partitioning `[0, tokens)`; exact spans come first.
         positions: (tokens,) int64, strictly increasing: the position id of each prompt token.
         corrected: (n,) int64, strictly increasing: slid tokens to compute again.
+        selects: Whether slid tokens to correct are still to be chosen, by staleness, once the fresh tokens before them
+            are computed.
         policy: The policy that was asked for.
         fallback: Why less is reused than the policy allows, or None.
     """
@@ -48,6 +50,7 @@ class Plan:
     spans: tuple[Span, ...]
     positions: np.ndarray
     corrected: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    selects: bool = False
     policy: str = "recompute"
     fallback: str | None = None
 
@@ -62,10 +65,17 @@ class Plan:
         slid = next((span for span in self.spans if span.treatment == "slid"), None)
         return self.num_tokens if slid is None else slid.start
 
+    def fresh_tokens(self) -> np.ndarray:
+        """(n,) int64, increasing: tokens without any cached copy."""
+        return _joined([np.arange(span.start, span.stop) for span in self.spans if span.treatment == "fresh"])
+
+    def slid_tokens(self) -> np.ndarray:
+        """(n,) int64, increasing: tokens whose KV comes from an earlier turn, corrected ones included."""
+        return _joined([np.arange(span.start, span.stop) for span in self.spans if span.treatment == "slid"])
+
     def active_tokens(self) -> np.ndarray:
         """(n,) int64, increasing: fresh tokens plus corrected ones, the rows that go through the model."""
-        fresh = [np.arange(span.start, span.stop) for span in self.spans if span.treatment == "fresh"]
-        return np.sort(np.concatenate([*fresh, self.corrected]).astype(np.int64))
+        return np.sort(np.concatenate([self.fresh_tokens(), self.corrected]))
 
     def extended(self, num_tokens: int) -> Plan:
         """The plan with more fresh tokens behind it, at the positions that follow."""
@@ -77,3 +87,7 @@ class Plan:
             spans=(*self.spans, Span(stop, stop + num_tokens, "fresh")),
             positions=np.concatenate([self.positions, np.arange(position, position + num_tokens)]),
         )
+
+
+def _joined(ranges: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(ranges).astype(np.int64) if ranges else np.empty(0, dtype=np.int64)

@@ -11,6 +11,7 @@ from ..attention.interface import Attention
 from ..model.decoder import Decoder
 from ..slide.block_table import BlockTable
 from ..slide.pages import PagePool
+from ..slide.queries import StoredQueries
 
 
 class Forward:
@@ -20,10 +21,16 @@ class Forward:
     them, finish. Rows that nobody wants logits of stop at the last layer's K and V.
     """
 
-    def __init__(self, decoder: Decoder, pool: PagePool, attention: Attention) -> None:
+    def __init__(self, decoder: Decoder, pool: PagePool, queries: StoredQueries, attention: Attention) -> None:
         self._decoder = decoder
         self._pool = pool
+        self._queries = queries
         self._attention = attention
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that a pass goes through."""
+        return self._decoder.spec.num_layers
 
     def rows(
         self,
@@ -66,11 +73,20 @@ class Forward:
                 if wanted < len(tokens):
                     hidden, query = hidden[-wanted:], query[-wanted:]
                     layout = attention.layout(table, tokens[-wanted:])
+            lse = self._lse(layer_idx, query)
             attended = attention.attend(
-                query, layer, layout, scale=spec.attention_scale, window=spec.windows[layer_idx]
+                query, layer, layout, scale=spec.attention_scale, window=spec.windows[layer_idx], lse=lse
             )
+            if lse is not None:
+                self._queries.write(layer_idx, slots.slots, query, lse)
             hidden = decoder.finish(layer_idx, hidden, attended)
         return decoder.logits(hidden)
+
+    def _lse(self, layer_idx: int, query: torch.Tensor) -> torch.Tensor | None:
+        """Room for the log-sum-exps of a probe layer's rows."""
+        if not self._queries.wants(layer_idx):
+            return None
+        return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._decoder.device, non_blocking=True)
@@ -81,11 +97,11 @@ class _SlotWriter:
 
     def __init__(self, slots: np.ndarray, device: torch.device) -> None:
         first, last = int(slots[0]), int(slots[-1])
-        self._range = slice(first, last + 1) if last - first + 1 == len(slots) and (np.diff(slots) == 1).all() else None
-        self._slots = None if self._range is not None else torch.from_numpy(slots).to(device)
+        neighbours = last - first + 1 == len(slots) and bool((np.diff(slots) == 1).all())
+        self.slots = slice(first, last + 1) if neighbours else torch.from_numpy(slots).to(device)
 
     def write(self, layer: torch.Tensor, kv: torch.Tensor) -> None:
-        if self._slots is None:
-            layer[self._range] = kv
+        if isinstance(self.slots, slice):
+            layer[self.slots] = kv
         else:
-            layer.index_copy_(0, self._slots, kv)
+            layer.index_copy_(0, self.slots, kv)

@@ -21,6 +21,7 @@ def prefill(
     wanted: int = 1,
     chunk_tokens: int,
     check: Callable[[], None] = lambda: None,
+    choose: Callable[[], np.ndarray] | None = None,
 ) -> torch.Tensor:
     """Computes the active tokens of a prompt over reused K and V.
 
@@ -32,34 +33,76 @@ def prefill(
         wanted: Number of tokens at the prompt's end whose logits are returned.
         chunk_tokens: Active tokens that go through the layers at once.
         check: Called between layers; raises to stop (a cancelled request).
+        choose: Called once the fresh tokens before the last slid one are computed; returns the slid tokens to correct,
+            (n,) int64, increasing. None corrects what the plan says.
 
     Returns:
         (wanted, vocab) float32 on the model's device.
     """
+    steps = _Steps(forward, token_ids, plan, assembly, chunk_tokens, check)
     active = plan.active_tokens()
+    slid = plan.slid_tokens()
+    if choose is not None and len(slid):
+        steps.run(active[active < slid[-1]])
+        steps.slide_rest()
+        chosen = choose()
+        # What was computed over a token that is corrected now is computed again.
+        first = min(slid[-1], chosen[0]) if len(chosen) else slid[-1]
+        active = np.sort(np.concatenate([active[active > first], chosen]))
     assert len(active) >= wanted > 0
     assert active[-wanted] == len(token_ids) - wanted, "the tokens whose logits are wanted are not fresh"
+    logits = steps.run(active, wanted)
+    steps.slide_rest()
+    assert logits is not None
+    return logits
 
-    def before_first(layer_idx: int) -> None:
-        check()
-        assembly.slide(layer_idx)
 
-    def before_later(_: int) -> None:
-        check()
+class _Steps:
+    """Passes over the active tokens, in chunks; each layer is slid once, by whichever pass comes first."""
 
-    outputs: list[torch.Tensor] = []
-    for start in range(0, len(active), chunk_tokens):
-        tokens = active[start : start + chunk_tokens]
-        wanted_here = max(0, start + len(tokens) - max(start, len(active) - wanted))
-        logits = forward.rows(
-            token_ids[tokens],
-            plan.positions[tokens],
-            tokens,
-            assembly.table,
-            wanted_here,
-            before_layer=before_later if start else before_first,
-        )
-        if logits is not None:
-            outputs.append(logits)
-    assembly.finish()
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def __init__(
+        self,
+        forward: Forward,
+        token_ids: np.ndarray,
+        plan: Plan,
+        assembly: Assembly,
+        chunk_tokens: int,
+        check: Callable[[], None],
+    ) -> None:
+        self._forward = forward
+        self._token_ids = token_ids
+        self._positions = plan.positions
+        self._assembly = assembly
+        self._chunk_tokens = chunk_tokens
+        self._check = check
+        self._slid_layers = 0
+
+    def run(self, active: np.ndarray, wanted: int = 0) -> torch.Tensor | None:
+        """Computes tokens (rows,) int64, increasing; the logits of the last `wanted`, (wanted, vocab) float32."""
+        outputs: list[torch.Tensor] = []
+        for start in range(0, len(active), self._chunk_tokens):
+            tokens = active[start : start + self._chunk_tokens]
+            wanted_here = max(0, start + len(tokens) - max(start, len(active) - wanted))
+            logits = self._forward.rows(
+                self._token_ids[tokens],
+                self._positions[tokens],
+                tokens,
+                self._assembly.table,
+                wanted_here,
+                before_layer=self._before_layer,
+            )
+            if logits is not None:
+                outputs.append(logits)
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0] if outputs else None
+
+    def slide_rest(self) -> None:
+        """Slides what no pass has slid."""
+        for layer_idx in range(self._slid_layers, self._forward.num_layers):
+            self._before_layer(layer_idx)
+        self._assembly.finish()
+
+    def _before_layer(self, layer_idx: int) -> None:
+        self._check()
+        if layer_idx == self._slid_layers:
+            self._assembly.slide(layer_idx)
+            self._slid_layers += 1

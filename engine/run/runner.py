@@ -24,7 +24,9 @@ from ..reuse.spans import Plan
 from ..segments import EncodedPrompt, Prompt
 from ..slide.assembly import Assembly
 from ..slide.pages import PagePool, PoolFullError
+from ..slide.queries import StoredQueries
 from ..tokenization import TextPiece, encode_with_last_piece
+from .correction import Correction
 from .decode import Answer, decode
 from .detokenize import Detokenizer
 from .forward import Forward
@@ -54,6 +56,7 @@ class Runner:
         decoder: Decoder,
         tokenizer: PreTrainedTokenizerBase,
         pool: PagePool,
+        queries: StoredQueries,
         attention: Attention,
         context_tokens: int,
     ) -> None:
@@ -65,7 +68,8 @@ class Runner:
         self.context_tokens = context_tokens
         self.totals: dict[str, int] = defaultdict(int)
         self._replies = ReplyBooks()
-        self._forward = Forward(decoder, pool, attention)
+        self._queries = queries
+        self._forward = Forward(decoder, pool, queries, attention)
 
     @torch.inference_mode()
     def serve(self, request: Request) -> None:
@@ -83,15 +87,16 @@ class Runner:
         room = self.context_tokens - len(encoded)
         planning = time.perf_counter()
         plan, assembly = self._assemble(encoded, space, request.session, request.policy)
-        receipt = replace(
-            _receipt(plan),
-            session=request.session,
-            queue_seconds=started - request.submitted_at,
-            plan_seconds=time.perf_counter() - planning,
-        )
+        plan_seconds = time.perf_counter() - planning
         sequence = RunningSequence(encoded.token_ids, plan, assembly)
         try:
-            logits = self._prefill(encoded.token_ids, plan, assembly, wanted=1, check=request.check)
+            plan, logits = self._prefill(encoded.token_ids, plan, assembly, wanted=1, check=request.check)
+            receipt = replace(
+                _receipt(plan, assembly.staleness),
+                session=request.session,
+                queue_seconds=started - request.submitted_at,
+                plan_seconds=plan_seconds,
+            )
             answer = Answer()
             pieces = decode(
                 answer,
@@ -150,7 +155,8 @@ class Runner:
             raise ContextLengthError(len(token_ids), self.context_tokens, "shorten the prompt or the continuation")
         plan, assembly = self._assemble(encoded, space, session, policy, extra_tokens=len(continuation) - 1)
         try:
-            return self._prefill(token_ids, plan, assembly, wanted=len(continuation))
+            _, logits = self._prefill(token_ids, plan, assembly, wanted=len(continuation))
+            return logits
         finally:
             self.pool.release(assembly.table.pages)
 
@@ -223,7 +229,9 @@ class Runner:
         for source in sources:
             self.index.pin(source)
         try:
-            return Assembly(plan, sources, self.pool, self._decoder.spec.rope, plan.num_tokens, self._allocate)
+            return Assembly(
+                plan, sources, self.pool, self._queries, self._decoder.spec.rope, plan.num_tokens, self._allocate
+            )
         except BaseException:
             self._unpin(plan)
             raise
@@ -241,9 +249,11 @@ class Runner:
         *,
         wanted: int,
         check: Callable[[], None] = lambda: None,
-    ) -> torch.Tensor:
+    ) -> tuple[Plan, torch.Tensor]:
+        """Carries out a plan; returns it with what was corrected, and the wanted logits (`run.prefill`)."""
         try:
-            return prefill(
+            correction = self._correction(token_ids, plan, assembly) if plan.selects else None
+            logits = prefill(
                 self._forward,
                 token_ids,
                 plan,
@@ -251,9 +261,24 @@ class Runner:
                 wanted=wanted,
                 chunk_tokens=self._config.prefill_chunk_tokens,
                 check=check,
+                choose=correction.choose if correction else None,
             )
+            return (replace(plan, corrected=correction.chosen) if correction else plan), logits
         finally:
             self._unpin(plan)
+
+    def _correction(self, token_ids: np.ndarray, plan: Plan, assembly: Assembly) -> Correction:
+        return Correction(
+            token_ids,
+            plan,
+            {span.source: self.index.get(span.source) for span in plan.spans if span.source is not None},
+            assembly,
+            self.pool,
+            self._queries,
+            self._decoder.spec,
+            bound=self._config.staleness_bound,
+            cap_share=self._config.correction_share,
+        )
 
     def _unpin(self, plan: Plan) -> None:
         for source in {span.source for span in plan.spans if span.source is not None}:
@@ -284,6 +309,8 @@ class Runner:
             positions=sequence.positions,
             exact_tokens=sequence.exact_tokens,
             hops=sequence.hops,
+            query_positions=sequence.query_positions,
+            staleness=sequence.staleness,
             table=sequence.table,
         )
         reply_ids = answer.token_ids
@@ -302,7 +329,8 @@ class Runner:
             self.totals[f"{name}_tokens"] += getattr(receipt, f"{name}_tokens")
 
 
-def _receipt(plan: Plan) -> Receipt:
+def _receipt(plan: Plan, staleness: np.ndarray) -> Receipt:
+    slid = plan.slid_tokens()
     counts = dict.fromkeys(("exact", "slid", "fresh"), 0)
     for span in plan.spans:
         counts[span.treatment] += len(span)
@@ -314,5 +342,6 @@ def _receipt(plan: Plan) -> Receipt:
         slid_tokens=counts["slid"],
         corrected_tokens=len(plan.corrected),
         fresh_tokens=counts["fresh"],
+        staleness=float(staleness[slid].mean()) if len(slid) else 0.0,
         treatments=treatments(plan),
     )

@@ -20,7 +20,7 @@ class RunningSequence:
         self._prompt_ids = token_ids
         self._generated: list[int] = []
         self._plan = plan
-        self._hops = assembly.hops
+        self._assembly = assembly
         self.table = assembly.table
         self.num_tokens = len(token_ids)
 
@@ -45,7 +45,17 @@ class RunningSequence:
     @property
     def hops(self) -> np.ndarray:
         """(tokens,) uint8: rotations that each key went through."""
-        return np.concatenate([self._hops, np.zeros(len(self._generated), dtype=np.uint8)])
+        return np.concatenate([self._assembly.hops, np.zeros(len(self._generated), dtype=np.uint8)])
+
+    @property
+    def query_positions(self) -> np.ndarray:
+        """(tokens,) int64: where the stored queries are rotated to; a generated token's own position."""
+        return np.concatenate([self._assembly.query_positions, self.positions[len(self._prompt_ids) :]])
+
+    @property
+    def staleness(self) -> np.ndarray:
+        """(tokens,) float32: what each token was left with."""
+        return np.concatenate([self._assembly.staleness, np.zeros(len(self._generated), dtype=np.float32)])
 
     @property
     def exact_tokens(self) -> int:

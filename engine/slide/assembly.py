@@ -20,7 +20,8 @@ from ..position.rope import Rotary, rotate_keys, turn_by
 from ..reuse.index import CachedSequence
 from ..reuse.spans import Plan, Span
 from .block_table import BlockTable
-from .pages import PagePool
+from .pages import PagePool, PoolFullError
+from .queries import StoredQueries
 
 _SLICED_RUNS = 4
 
@@ -46,6 +47,8 @@ class Assembly:
     Attributes:
         table: Holds one reference to each of its pages.
         hops: (tokens,) uint8: rotations that each prompt token's key will have gone through.
+        query_positions: (tokens,) int64: where each prompt token's stored query is rotated to.
+        staleness: (tokens,) float32: what each prompt token is left with.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Assembly:
         plan: Plan,
         sequences: dict[int, CachedSequence],
         pool: PagePool,
+        queries: StoredQueries,
         rope: RopeSpec,
         reserve_tokens: int,
         allocate: Callable[[int, int | None], list[int]],
@@ -63,6 +67,7 @@ class Assembly:
             plan: A valid plan.
             sequences: The cached sequences that it names, by id; they must stay alive until the last `slide`.
             pool: Where all pages lie.
+            queries: The stored queries beside them.
             rope: The model's rotary embedding.
             reserve_tokens: Tokens to hold room for, at least the plan's.
             allocate: `allocate(num_pages, after)` returns pages with one reference each, evicting if it must.
@@ -71,9 +76,13 @@ class Assembly:
             PoolFullError: From `allocate`; no reference is kept then.
         """
         self._pool = pool
+        self._queries = queries
         self._rope = rope
+        self._allocate = allocate
+        self._positions = plan.positions
         self._device = pool.kv.device
         self.hops = _hops(plan, sequences)
+        self.query_positions, self.staleness = _carried(plan, sequences)
         shared = _shared_pages(plan, sequences, pool)
         num_pages = -(-reserve_tokens // PAGE_TOKENS)
         missing = [page_idx for page_idx in range(num_pages) if page_idx not in shared]
@@ -101,8 +110,42 @@ class Assembly:
             _write(layer[:, kv_heads:], move.target_runs, block[:, kv_heads:], self._device)
 
     def finish(self) -> None:
-        """Forgets the moves, once every layer has been slid."""
+        """Moves the stored queries and forgets the moves, once every layer has been slid."""
+        for move in self._moves:
+            source, target = (_index(runs, self._device) for runs in (move.source_runs, move.target_runs))
+            self._queries.move(source, target)
         self._moves = []
+
+    def correct(self, tokens: np.ndarray) -> np.ndarray:
+        """Makes room for slid tokens to be computed again: a page that others read too is copied first.
+
+        Args:
+            tokens: (n,) int64, increasing: slid tokens that were chosen. Nothing has overwritten them yet.
+
+        Returns:
+            (n,) int64: those that can be written; the pool may be too full to copy a page.
+        """
+        writable = [page_idx for page_idx in np.unique(tokens // PAGE_TOKENS).tolist() if self._make_writable(page_idx)]
+        tokens = tokens[np.isin(tokens // PAGE_TOKENS, writable)]
+        self.hops[tokens] = 0
+        self.staleness[tokens] = 0.0
+        self.query_positions[tokens] = self._positions[tokens]
+        return tokens
+
+    def _make_writable(self, page_idx: int) -> bool:
+        page = self.table.pages[page_idx]
+        if self._pool.references([page])[0] == 1:
+            return True
+        try:
+            (own,) = self._allocate(1, None)
+        except PoolFullError:
+            return False
+        source, target = (slice(p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS) for p in (page, own))
+        self._pool.kv[:, target] = self._pool.kv[:, source]
+        self._queries.move(source, target)
+        self.table.pages[page_idx] = own
+        self._pool.release([page])
+        return True
 
 
 def _hops(plan: Plan, sequences: dict[int, CachedSequence]) -> np.ndarray:
@@ -112,6 +155,17 @@ def _hops(plan: Plan, sequences: dict[int, CachedSequence]) -> np.ndarray:
         hops[span.start : span.stop] = sequence.hops[tokens] + turned
     hops[plan.corrected] = 0
     return hops
+
+
+def _carried(plan: Plan, sequences: dict[int, CachedSequence]) -> tuple[np.ndarray, np.ndarray]:
+    """Where the prompt tokens' stored queries are rotated to, and the staleness they bring along."""
+    query_positions, staleness = plan.positions.copy(), np.zeros(plan.num_tokens, dtype=np.float32)
+    for span, sequence, tokens in _reused(plan, sequences):
+        query_positions[span.start : span.stop] = sequence.query_positions[tokens]
+        staleness[span.start : span.stop] = sequence.staleness[tokens]
+    query_positions[plan.corrected] = plan.positions[plan.corrected]
+    staleness[plan.corrected] = 0.0
+    return query_positions, staleness
 
 
 def _reused(plan: Plan, sequences: dict[int, CachedSequence]) -> list[tuple[Span, CachedSequence, slice]]:
@@ -200,6 +254,10 @@ def _write(layer: torch.Tensor, runs: tuple[tuple[int, int], ...], block: torch.
             offset += stop - start
     else:
         layer.index_copy_(0, _slots(runs, device), block)
+
+
+def _index(runs: tuple[tuple[int, int], ...], device: torch.device) -> slice | torch.Tensor:
+    return slice(*runs[0]) if len(runs) == 1 else _slots(runs, device)
 
 
 def _slots(runs: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:

@@ -63,7 +63,7 @@ class TestReuse:
 
     @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
     def test_slide_equals_recompute_when_every_slid_token_is_corrected(self, family):
-        with tiny_engine(family, correction_share=1.0) as engine:
+        with tiny_engine(family, correction_share=1.0, staleness_bound=0.0) as engine:
             engine.generate(first_turn(), FEW, session="s")
             full = engine.logits(second_turn(), ANSWER, session="s", policy="recompute")
             slid = engine.logits(second_turn(), ANSWER, session="s", policy="slide")
@@ -124,7 +124,7 @@ class TestReuse:
         assert exact.exact_tokens <= engine.count_tokens(SYSTEM + NEW) + 16, "prefix never reads tainted pages"
 
     def test_text_equals_recompute_when_every_turn_corrects_what_slid(self):
-        with tiny_engine(correction_share=1.0) as engine:
+        with tiny_engine(correction_share=1.0, staleness_bound=0.0) as engine:
             for turn in range(6):
                 update = Segment.update("memory: " + "x" * (3 + 5 * turn) + "\n")
                 prompt = Prompt([Segment.system(SYSTEM), update, Segment.suffix(HISTORY)])

@@ -42,7 +42,7 @@ def test_logits_are_the_models_own_when_nothing_is_reused(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_correction_equals_recompute_when_the_update_changes(family):
-    with gpu_engine(family, correction_share=1.0) as engine:
+    with gpu_engine(family, correction_share=1.0, staleness_bound=0.0) as engine:
         engine.generate(Prompt([SYSTEM, OLD, HISTORY]), FEW, session="s")
         prompt = Prompt([SYSTEM, NEW, HISTORY, QUERY])
         full = engine.logits(prompt, ANSWER, session="s", policy="recompute")

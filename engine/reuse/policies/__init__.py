@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ...errors import ConfigError
+from .head import Head
 from .interface import PlanRequest, Policy
 from .prefix import Prefix
 from .recompute import Recompute
 from .slide import Slide
 
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Recompute(), Prefix(), Slide())}
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Recompute(), Prefix(), Head(), Slide())}
 
 __all__ = ["POLICIES", "PlanRequest", "Policy", "policy_named"]
 

@@ -1,12 +1,11 @@
 """`slide`: the common prefix is reused exactly, and what follows a change is moved from one earlier sequence.
 
 The donor is a sequence of the same session (any branch): its KV was computed in context and carries that context into
-the answer. Of each slid run that follows a change the first tokens are corrected: they depend most on what changed.
+the answer. Which slid tokens are corrected is chosen by their staleness, after planning (`run.correction`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ MAX_DIFFS = 8
 
 
 @dataclass(frozen=True)
-class _Run:
+class SlidRun:
     """Prompt tokens that a donor has in one piece, and those of them that slide.
 
     Attributes:
@@ -40,31 +39,35 @@ class _Run:
 
 
 class Slide:
-    """Exact prefix, then slid runs with their heads corrected, the rest fresh."""
+    """Exact prefix, then slid runs; which of their tokens are corrected is chosen by staleness, the rest is fresh."""
 
     name = "slide"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Exact, slid and fresh spans; corrected tokens as `correction_share` asks."""
-        num_tokens = len(request.prompt)
-        exact = exact_span(request)
-        spans = [exact] if exact else []
-        corrected = [np.empty(0, dtype=np.int64)]
-        donor, runs = _best_donor(request, len(exact) if exact else 0)
-        for run in runs:
-            if run.after_change or request.correction_share >= 1.0:
-                corrected.append(run.tokens[: _head_tokens(len(run.tokens), request.correction_share)])
-            for start, stop in _pieces(run.tokens):
-                _add_fresh(spans, start)
-                source_start = run.source_start + start - run.start
-                spans.append(Span(start, stop, "slid", donor, source_start, run.after_change))
-        _add_fresh(spans, num_tokens)
+        """Exact, slid and fresh spans; the engine selects what to correct, at most `correction_share`."""
+        spans, runs = slid_spans(request)
         return Plan(
-            spans=tuple(spans), positions=request.positions, corrected=np.concatenate(corrected), policy=self.name
+            spans=tuple(spans),
+            positions=request.positions,
+            selects=bool(runs) and request.correction_share > 0.0,
+            policy=self.name,
         )
 
 
-def _best_donor(request: PlanRequest, exact_tokens: int) -> tuple[int | None, list[_Run]]:
+def slid_spans(request: PlanRequest) -> tuple[list[Span], list[SlidRun]]:
+    """The spans of a prompt whose unchanged text slides, and the slid runs among them."""
+    exact = exact_span(request)
+    spans = [exact] if exact else []
+    donor, runs = _best_donor(request, len(exact) if exact else 0)
+    for run in runs:
+        for start, stop in _pieces(run.tokens):
+            _add_fresh(spans, start)
+            spans.append(Span(start, stop, "slid", donor, run.source_start + start - run.start, run.after_change))
+    _add_fresh(spans, len(request.prompt))
+    return spans, runs
+
+
+def _best_donor(request: PlanRequest, exact_tokens: int) -> tuple[int | None, list[SlidRun]]:
     """The donor that slides most tokens behind the exact ones, the most recently used of equals, and its runs."""
     prompt = request.prompt.token_ids[:-1]
     wanted = len(prompt) - exact_tokens
@@ -77,7 +80,7 @@ def _best_donor(request: PlanRequest, exact_tokens: int) -> tuple[int | None, li
     promises = _promises(prompt[exact_tokens:], donors, request.min_slide_tokens) if wanted > 0 else []
     ranking = sorted(zip(promises, donors, strict=False), key=lambda pair: (-pair[0], -pair[1].last_used))
     best = (0, 0)
-    found: tuple[int | None, list[_Run]] = (None, [])
+    found: tuple[int | None, list[SlidRun]] = (None, [])
     for promise, donor in ranking[:MAX_DIFFS]:
         if (promise, donor.last_used) <= best:
             break
@@ -101,7 +104,7 @@ def _promises(tokens: np.ndarray, donors: list[CachedSequence], min_tokens: int)
     return promises
 
 
-def _runs(request: PlanRequest, donor: CachedSequence, exact_tokens: int) -> Iterator[_Run]:
+def _runs(request: PlanRequest, donor: CachedSequence, exact_tokens: int) -> Iterator[SlidRun]:
     """What the donor has of the prompt between its exact part and its last token, in order."""
     prompt = request.prompt.token_ids[:-1]
     same = common_prefix_tokens(prompt, donor.token_ids)
@@ -115,7 +118,7 @@ def _runs(request: PlanRequest, donor: CachedSequence, exact_tokens: int) -> Ite
 
 def _run(
     request: PlanRequest, donor: CachedSequence, start: int, source_start: int, num_tokens: int, *, after_change: bool
-) -> Iterator[_Run]:
+) -> Iterator[SlidRun]:
     """The run without tokens whose keys were rotated too often, or nothing if no piece is left that is long enough."""
     source = slice(source_start, source_start + num_tokens)
     moves = donor.positions[source] != request.positions[start : start + num_tokens]
@@ -123,12 +126,7 @@ def _run(
     pieces = _true_runs(allowed, request.min_slide_tokens)
     if pieces:
         tokens = np.concatenate([np.arange(start + first, start + last, dtype=np.int64) for first, last in pieces])
-        yield _Run(start, source_start, after_change, tokens)
-
-
-def _head_tokens(num_tokens: int, share: float) -> int:
-    """How many tokens of a run of `num_tokens` slid ones are corrected; a rounding error never adds one."""
-    return min(num_tokens, math.ceil(share * num_tokens - 1e-9))
+        yield SlidRun(start, source_start, after_change, tokens)
 
 
 def _true_runs(mask: np.ndarray, min_tokens: int) -> list[tuple[int, int]]:

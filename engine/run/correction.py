@@ -1,0 +1,126 @@
+"""Correction by staleness: which slid tokens of a plan are computed again, once the changed text before them is.
+
+Not here: how stale a token is with respect to some keys (`reuse.staleness`), and which are picked (`reuse.select`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from ..model.spec import ModelSpec
+from ..reuse.diff import common_prefix_tokens
+from ..reuse.index import CachedSequence
+from ..reuse.select import select_stalest
+from ..reuse.spans import Plan, Span
+from ..reuse.staleness import Keys, attention_mass
+from ..slide.assembly import Assembly
+from ..slide.pages import PagePool
+from ..slide.queries import StoredQueries
+
+
+class Correction:
+    """Chooses what to correct in one prompt.
+
+    Attributes:
+        chosen: (n,) int64, increasing: the slid tokens to compute again; empty until `choose`.
+    """
+
+    def __init__(
+        self,
+        token_ids: np.ndarray,
+        plan: Plan,
+        sequences: Mapping[int, CachedSequence],
+        assembly: Assembly,
+        pool: PagePool,
+        queries: StoredQueries,
+        spec: ModelSpec,
+        *,
+        bound: float,
+        cap_share: float,
+    ) -> None:
+        """Takes what it needs to know.
+
+        Args:
+            token_ids: (tokens,) int64: the prompt.
+            plan: Its slid tokens all come from one donor.
+            sequences: The cached sequences that the plan names, pinned.
+            assembly: The new sequence's pages.
+            pool: K and V.
+            queries: The stored queries beside them.
+            spec: The model's geometry.
+            bound: Mean staleness of the slid tokens that may be left.
+            cap_share: Most of the slid tokens that are chosen, as a share.
+        """
+        self._token_ids = token_ids
+        self._plan = plan
+        self._assembly = assembly
+        self._pool = pool
+        self._queries = queries
+        self._spec = spec
+        self._bound = bound
+        self._cap_share = cap_share
+        self._spans = [span for span in plan.spans if span.treatment == "slid"]
+        self._donor = _donor(self._spans, sequences)
+        self.chosen = np.empty(0, dtype=np.int64)
+
+    def choose(self) -> np.ndarray:
+        """Measures every slid token's staleness and picks; the fresh tokens before the last slid one are computed.
+
+        Returns:
+            (n,) int64, increasing: `chosen`. What the others owe is written to the assembly.
+        """
+        slid = self._plan.slid_tokens()
+        debt = self._assembly.staleness[slid]
+        staleness = np.minimum(debt + self._owed(slid), 1.0)
+        self._assembly.staleness[slid] = staleness
+        picked = slid[select_stalest(staleness, self._bound, self._cap_share)]
+        self.chosen = self._assembly.correct(picked)
+        return self.chosen
+
+    def _owed(self, slid: np.ndarray) -> np.ndarray:
+        """(slid,) float32: gone mass plus new mass of this turn."""
+        donor, plan, device = self._donor, self._plan, self._pool.kv.device
+        donor_tokens = np.concatenate([_source_tokens(span) for span in self._spans])
+        slots = torch.from_numpy(donor.table.slots(donor_tokens)).to(device)
+        recorded = donor.query_positions[donor_tokens]
+
+        def mass(keys: Keys, tokens: np.ndarray, positions: np.ndarray, *, bounded: bool) -> np.ndarray:
+            paid = attention_mass(
+                self._pool, self._queries, self._spec, slots, positions - recorded, tokens, keys, bounded=bounded
+            )
+            result: np.ndarray = paid.cpu().numpy()
+            return result
+
+        gone = self._gone()
+        fresh = plan.fresh_tokens()
+        new = fresh[fresh < slid[-1]]
+        return mass(
+            Keys(gone, donor.positions[gone], donor.table, device),
+            donor_tokens,
+            donor.positions[donor_tokens],
+            bounded=False,
+        ) + mass(Keys(new, plan.positions[new], self._assembly.table, device), slid, plan.positions[slid], bounded=True)
+
+    def _gone(self) -> np.ndarray:
+        """(n,) int64: the donor's tokens before the last that slides which the prompt has no longer."""
+        kept = np.zeros(len(self._donor), dtype=np.bool_)
+        kept[: common_prefix_tokens(self._token_ids, self._donor.token_ids)] = True
+        for span in self._spans:
+            kept[_source_tokens(span)] = True
+        return np.flatnonzero(~kept[: _source_tokens(self._spans[-1])[-1]])
+
+
+def _donor(spans: list[Span], sequences: Mapping[int, CachedSequence]) -> CachedSequence:
+    sources = {span.source for span in spans}
+    assert len(sources) == 1, "slid spans come from one donor"
+    (source,) = sources
+    assert source is not None
+    return sequences[source]
+
+
+def _source_tokens(span: Span) -> np.ndarray:
+    assert span.source_start is not None
+    return np.arange(span.source_start, span.source_start + len(span))

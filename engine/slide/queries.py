@@ -1,0 +1,80 @@
+"""Stored queries: what each cached token asked for at a few probe layers, beside its pages.
+
+A cached token's query and the log-sum-exp of its scores tell, without computing the token again, how much attention it
+paid to any cached key, and how much it would pay to a new one (`reuse.staleness`). They lie in the same slots as the
+token's K and V, so pages are shared, moved and dropped together with them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..model.spec import ModelSpec
+
+MAX_PROBES = 5
+MAX_SHARE = 0.15
+"""Most bytes that stored queries may take, as a share of the K and V beside them."""
+
+_BYTES_BESIDE = 2 + 4  # scale and log-sum-exp of one head
+
+
+def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
+    """The layers whose queries are stored: up to five, spread evenly, as many as `MAX_SHARE` allows.
+
+    Layer 0 is never one of them: its keys depend on the token alone. Nor is the last, which not every row enters.
+    Layers that see everything are preferred to those with a sliding window.
+    """
+    inner = range(1, max(spec.num_layers - 1, 2))
+    usable = [layer for layer in inner if spec.windows[layer] is None] or list(inner)
+    bytes_per_probe = spec.num_heads * (spec.head_dim + _BYTES_BESIDE)
+    affordable = int(MAX_SHARE * spec.kv_bytes_per_token(kv_dtype) / bytes_per_probe)
+    count = min(MAX_PROBES, len(usable), affordable)
+    return tuple(usable[int((idx + 0.5) * len(usable) / count)] for idx in range(count))
+
+
+class StoredQueries:
+    """Queries and log-sum-exps of the probe layers, one for each slot of the pool.
+
+    Attributes:
+        layers: The probe layers, increasing; empty if the model leaves no room for any.
+    """
+
+    def __init__(self, spec: ModelSpec, num_slots: int, kv_dtype: torch.dtype, device: torch.device) -> None:
+        self.layers = probe_layers(spec, kv_dtype)
+        probes, heads = len(self.layers), spec.num_heads
+        self._probe_of = {layer_idx: probe for probe, layer_idx in enumerate(self.layers)}
+        # As with the pool, a CPU's system hands out the memory when a slot is first written.
+        self._values = torch.empty((probes, num_slots, heads, spec.head_dim), dtype=torch.int8, device=device)
+        self._scales = torch.empty((probes, num_slots, heads), dtype=torch.float16, device=device)
+        self._lse = torch.empty((probes, num_slots, heads), dtype=torch.float32, device=device)
+
+    def wants(self, layer_idx: int) -> bool:
+        """Whether a layer's queries are stored."""
+        return layer_idx in self._probe_of
+
+    def write(self, layer_idx: int, slots: slice | Tensor, query: Tensor, lse: Tensor) -> None:
+        """Stores the queries of some rows.
+
+        Args:
+            layer_idx: A probe layer.
+            slots: Where the rows' K and V lie, a slice or (rows,) int64.
+            query: (rows, heads, head_dim), rotated at the rows' positions.
+            lse: (rows, heads) float32: log of the sum of the exponentials of each row's scaled scores.
+        """
+        probe = self._probe_of[layer_idx]
+        scale = query.abs().amax(-1).float().clamp_min_(1e-6).div_(127)
+        self._values[probe, slots] = (query / scale.unsqueeze(-1)).round_().to(torch.int8)
+        self._scales[probe, slots] = scale.to(torch.float16)
+        self._lse[probe, slots] = lse
+
+    def read(self, layer_idx: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries (rows, heads, head_dim) float32, rotated where they were written, and lse (rows, heads)."""
+        probe = self._probe_of[layer_idx]
+        values = self._values[probe].index_select(0, slots).float()
+        return values * self._scales[probe].index_select(0, slots).float().unsqueeze(-1), self._lse[probe][slots]
+
+    def move(self, source: slice | Tensor, target: slice | Tensor) -> None:
+        """Copies all probes of some slots to others that do not overlap them."""
+        for stored in (self._values, self._scales, self._lse):
+            stored[:, target] = stored[:, source]
