@@ -68,7 +68,7 @@ class Assembly:
             allocate: `allocate(num_pages, after)` returns pages with one reference each, evicting if it must.
 
         Raises:
-            PoolFullError: From `allocate`; no reference is kept then.
+            PoolFullError: From `allocate`. Whatever is raised, no reference is kept then.
         """
         self._pool = pool
         self._rope = rope
@@ -85,7 +85,11 @@ class Assembly:
             pool.release(list(shared.values()))
             raise
         self.table = BlockTable(own[page_idx] if page_idx in own else shared[page_idx] for page_idx in range(num_pages))
-        self._moves = _moves(plan, sequences, self.table, set(shared), rope, self._device)
+        try:
+            self._moves = _moves(plan, sequences, self.table, set(shared), rope, self._device)
+        except BaseException:
+            pool.release(self.table.pages)
+            raise
 
     def slide(self, layer_idx: int) -> None:
         """Copies the reused K and V of one layer into place, keys turned to their new positions."""
