@@ -11,6 +11,7 @@ from ..attention.interface import Attention
 from ..model.decoder import Decoder
 from ..slide.block_table import BlockTable
 from ..slide.pages import PagePool
+from ..slide.slots import Slots
 
 
 class Forward:
@@ -51,7 +52,7 @@ class Forward:
         decoder, attention, spec = self._decoder, self._attention, self._decoder.spec
         hidden = decoder.embed(self._to_device(token_ids))
         rotary = decoder.rotary(self._to_device(positions))
-        slots = _SlotWriter(table.slots(tokens), decoder.device)
+        slots = Slots(table.slots(tokens), decoder.device)
         layout = attention.layout(table, tokens)
         last = spec.num_layers - 1
         for layer_idx in range(spec.num_layers):
@@ -74,18 +75,3 @@ class Forward:
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._decoder.device, non_blocking=True)
-
-
-class _SlotWriter:
-    """Writes rows into slots: one slice where they are neighbours, one indexed copy elsewhere."""
-
-    def __init__(self, slots: np.ndarray, device: torch.device) -> None:
-        first, last = int(slots[0]), int(slots[-1])
-        self._range = slice(first, last + 1) if last - first + 1 == len(slots) and (np.diff(slots) == 1).all() else None
-        self._slots = None if self._range is not None else torch.from_numpy(slots).to(device)
-
-    def write(self, layer: torch.Tensor, kv: torch.Tensor) -> None:
-        if self._slots is None:
-            layer[self._range] = kv
-        else:
-            layer.index_copy_(0, self._slots, kv)
