@@ -19,10 +19,10 @@ import torch
 
 from .attention import select_attention
 from .config import PAGE_TOKENS, EngineConfig, PolicyName, SamplingParams
-from .errors import ConfigError, PromptError, RequestCancelledError
+from .errors import PromptError, RequestCancelledError
 from .model.decoder import Decoder
 from .model.loading import load_model
-from .reuse.policies import POLICIES
+from .reuse.policies import policy_named
 from .run.request import Output, Piece, Request
 from .run.runner import Runner
 from .run.scheduler import Job, Scheduler
@@ -309,8 +309,7 @@ class Engine:
 
     def _known_policy(self, policy: PolicyName | None) -> PolicyName:
         policy = policy or self.config.policy
-        if policy not in POLICIES:
-            raise ConfigError(f"policy {policy!r} does not exist: use one of {', '.join(POLICIES)}")
+        policy_named(policy)
         return policy
 
     def _cancel(self, request: Request, job: Job) -> None:
