@@ -85,7 +85,7 @@ class Assembly:
             raise
         self.table = BlockTable(own[page_idx] if page_idx in own else shared[page_idx] for page_idx in range(num_pages))
         try:
-            self._moves = _moves(plan, sequences, self.table, set(shared), rope, self._device)
+            self._moves = _moves(plan, sequences, self.table, rope, self._device)
         except BaseException:
             pool.release(self.table.pages)
             raise
@@ -160,7 +160,6 @@ def _moves(
     plan: Plan,
     sequences: dict[int, CachedSequence],
     table: BlockTable,
-    shared: set[int],
     rope: RopeSpec,
     device: torch.device,
 ) -> list[Move]:
@@ -168,8 +167,10 @@ def _moves(
     rotations: dict[int, Rotary] = {}
     for span, sequence, tokens in _reused(plan, sequences):
         deltas = plan.positions[span.start : span.stop] - sequence.positions[tokens]
-        in_own_page = ~np.isin(np.arange(span.start, span.stop) // PAGE_TOKENS, list(shared))
-        for start, stop in _even_runs(deltas, in_own_page):
+        # Not by page: a page that continues a cached sequence holds its tokens and, behind them, tokens that move in.
+        target_slots = table.slots(np.arange(span.start, span.stop))
+        elsewhere = target_slots != sequence.table.slots(np.arange(tokens.start, tokens.stop))
+        for start, stop in _even_runs(deltas, elsewhere):
             delta = int(deltas[start])
             if delta and delta not in rotations:
                 rotations[delta] = turn_by(delta, rope, device)
