@@ -158,7 +158,8 @@ class Runner:
         """Drops everything cached for a session, or for calls without one, whatever the template."""
         for space in self.index.spaces(namespace):
             self.index.forget_session(space, session)
-        self._replies.forget(namespace, session)
+        if session is not None:
+            self._replies.forget(namespace, session)
 
     def _encode(self, prompt: Prompt, space: SpaceKey, session: str | None) -> tuple[EncodedPrompt, TextPiece]:
         """The prompt's ids, and its text after the last control token, which the answer continues."""

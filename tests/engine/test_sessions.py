@@ -164,15 +164,12 @@ class Script:
             torch.testing.assert_close(slid, full, atol=1e-3, rtol=0)
 
     def finish(self) -> None:
-        for session in ("s0", "s1"):
+        for session in ("s0", "s1", None):
             for namespace in "ab":
                 self.engine.forget(session, namespace=namespace)
-        self.watched.check_pages()
-        rest = self.engine.stats()
-        for namespace in "ab":  # what was asked without a session goes when room is needed
-            for space in self.engine._runner.index.spaces(namespace):
-                self.engine._runner.index.forget_session(space, None)
-        assert rest.pool_pages == self.engine.stats().free_pages
+                self.watched.check_pages()
+        stats = self.engine.stats()
+        assert (stats.free_pages, stats.cached_sequences) == (stats.pool_pages, 0)
         self.engine.close()
 
 
