@@ -22,8 +22,7 @@ help: ## Show the targets
 setup: $(VENV)/.model ## Make the environment: torch, the package with its extras, the bundled model
 
 demo: $(VENV)/.model ## Show an agent's turns on a real model, with figures and a picture in demo-output/
-	@mkdir -p demo-output
-	$(BIN)/cacheslide demo --json demo-output/demo.json --picture demo-output/demo.png $(DEMO_ARGS)
+	$(BIN)/cacheslide demo --json demo-output/turns.json --picture demo-output/turns.png $(DEMO_ARGS)
 
 test: $(VENV)/.model ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

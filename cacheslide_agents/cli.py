@@ -82,14 +82,18 @@ def demo(
     model: Annotated[
         str | None, typer.Option(help="A model folder, hub id or GGUF file instead of the bundled one.")
     ] = None,
-    turns: Annotated[int, typer.Option(min=2, help="Turns of the conversation.")] = 6,
+    turns: Annotated[
+        int | None, typer.Option(min=1, help="Only the first turns of the conversation.", show_default="all 8")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Also draw the turns into this PNG or SVG.")] = None,
+    picture: Annotated[Path, typer.Option(help="Where the picture of the turns goes, a PNG or SVG.")] = Path(
+        "demo-output/turns.png"
+    ),
 ) -> None:
     """Run an agent whose memory changes and show what each turn reused."""
     from .demo import run
 
-    run(model=model, turns=turns, json_file=json_file, picture=picture)
+    run(model=model, turns=turns, json_file=json_file, picture_file=picture)
 
 
 @app.command()

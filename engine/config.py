@@ -151,13 +151,13 @@ class SamplingParams:
         check.number("frequency_penalty", -2.0, 2.0)
         check.count("seed", -(2**63), 2**63 - 1, optional=True)
         check.flag("ignore_eos")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else check.several("stop", "one or several non-empty strings")
         if not all(isinstance(string, str) and string for string in stop):
             check.refuse("stop", "give one or several non-empty strings")
         object.__setattr__(self, "stop", stop)
-        token_ids = tuple(self.stop_token_ids or ())
+        token_ids = check.several("stop_token_ids", "a list of token ids")
         if not all(_is_count(token_id) and token_id >= 0 for token_id in token_ids):
-            check.refuse("stop_token_ids", "give token ids")
+            check.refuse("stop_token_ids", "give a list of token ids")
         object.__setattr__(self, "stop_token_ids", token_ids)
 
     def with_changes(self, **changes: Any) -> Self:
@@ -190,6 +190,13 @@ class _Checks:
             if not isinstance(value, (str, Path) if path else str) or not str(value):
                 self.refuse(name, "give a non-empty text")
 
+    def several(self, name: str, what: str) -> tuple[Any, ...]:
+        """The elements of a list, tuple or other collection; none of None."""
+        value = getattr(self._settings, name)
+        if value is not None and (not isinstance(value, Iterable) or isinstance(value, (str, bytes, dict))):
+            self.refuse(name, f"give {what}")
+        return tuple(value or ())
+
     def flag(self, *names: str) -> None:
         for name in names:
             if not isinstance(getattr(self._settings, name), bool):
@@ -204,7 +211,7 @@ class _Checks:
 
     def number(self, name: str, low: float, high: float | None = None, *, open_low: bool = False) -> None:
         value = getattr(self._settings, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = _is_count(value) or (isinstance(value, float) and math.isfinite(value))
         if not is_number or value < low or (open_low and value == low) or (high is not None and value > high):
             self.refuse(name, f"use a number {'above' if open_low else 'from'} {low}" + (f" to {high}" if high else ""))
 

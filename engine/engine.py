@@ -14,15 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import torch
 
+from .arguments import (
+    checked_namespace,
+    checked_params,
+    checked_policy,
+    checked_prompt,
+    checked_session,
+    continuation_ids,
+    text_ids,
+)
 from .attention import select_attention
 from .config import PAGE_TOKENS, EngineConfig, PolicyName, SamplingParams
-from .errors import ConfigError, PromptError, RequestCancelledError
+from .errors import RequestCancelledError
 from .model.decoder import Decoder
 from .model.loading import load_model
-from .reuse.policies import POLICIES
 from .run.request import Output, Piece, Request
 from .run.runner import Runner
 from .run.scheduler import Job, Scheduler
@@ -131,7 +138,7 @@ class Engine:
         Raises:
             PromptError: The prompt is malformed.
             ContextLengthError: The prompt does not fit the context.
-            ConfigError: The policy does not exist.
+            ConfigError: The policy does not exist, or an argument has a wrong type.
             ModelError: The model gave no finite logits.
             EngineClosedError: The engine was closed.
             RequestCancelledError: The engine was closed while the request waited or ran.
@@ -242,24 +249,23 @@ class Engine:
         Raises:
             PromptError: The continuation is empty or has an id that is not the model's; else as in `generate`.
         """
-        ids = (
-            self.tokenizer.encode(continuation, add_special_tokens=False)
-            if isinstance(continuation, str)
-            else continuation
+        job = partial(
+            self._runner.logits,
+            checked_prompt(prompt),
+            continuation_ids(continuation, self.tokenizer),
+            checked_session(session),
+            checked_namespace(namespace, self.config),
+            checked_policy(policy, self.config),
         )
-        token_ids = np.asarray(ids, dtype=np.int64)
-        if not len(token_ids):
-            raise PromptError("the continuation is empty: give text or token ids whose logits are wanted")
-        namespace, policy = namespace or self.config.namespace, self._known_policy(policy)
-        return self._run(partial(self._runner.logits, prompt, token_ids, session, namespace, policy))
+        return self._run(job)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, without special ones."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False))
+        return len(text_ids(text, self.tokenizer))
 
-    def forget(self, session: str, *, namespace: str | None = None) -> None:
-        """Drops everything cached for a session."""
-        self._run(partial(self._runner.forget, namespace or self.config.namespace, session))
+    def forget(self, session: str | None, *, namespace: str | None = None) -> None:
+        """Drops everything cached for a session; None for what was asked without one."""
+        self._run(partial(self._runner.forget, checked_namespace(namespace, self.config), checked_session(session)))
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done, between two requests or in the middle of one."""
@@ -299,21 +305,15 @@ class Engine:
         emit: Callable[[Piece | BaseException], None],
     ) -> Request:
         return Request(
-            prompt=prompt,
-            params=params or SamplingParams(),
-            session=session,
-            namespace=namespace or self.config.namespace,
-            policy=self._known_policy(policy),
+            prompt=checked_prompt(prompt),
+            params=checked_params(params),
+            session=checked_session(session),
+            namespace=checked_namespace(namespace, self.config),
+            policy=checked_policy(policy, self.config),
             emit=emit,
             submitted_at=time.perf_counter(),
             closing=self._closing,
         )
-
-    def _known_policy(self, policy: PolicyName | None) -> PolicyName:
-        policy = policy or self.config.policy
-        if policy not in POLICIES:
-            raise ConfigError(f"policy {policy!r} does not exist: use one of {', '.join(POLICIES)}")
-        return policy
 
     def _cancel(self, request: Request, job: Job) -> None:
         request.cancel()

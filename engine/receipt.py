@@ -25,8 +25,8 @@ class Receipt:
         fresh_tokens: Tokens computed without any cached copy.
         staleness: Mean staleness that the slid tokens are left with, 0 to 1; corrected ones owe nothing.
         generated_tokens: Tokens of the answer.
-        pages_loaded: Pages read from a lower tier.
-        pages_spilled: Pages written to a lower tier on behalf of this request.
+        pages_loaded: Pages read from a lower tier; 0 while all pages lie in one pool.
+        pages_spilled: Pages written to a lower tier on behalf of this request; 0 while all pages lie in one pool.
         treatments: Runs of prompt tokens with one treatment, as (start, stop, treatment), partitioning the prompt.
         queue_seconds: Waiting for earlier requests.
         plan_seconds: Matching and planning.

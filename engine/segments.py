@@ -98,6 +98,10 @@ class Prompt:
     template: str | None = None
 
     def __init__(self, segments: Iterable[Segment], template: str | None = None) -> None:
+        if not isinstance(segments, Iterable):
+            raise PromptError(f"a prompt is a list of Segment, not a {type(segments).__name__}")
+        if template is not None and not isinstance(template, str):
+            raise PromptError(f"a prompt's template is a text that names it, not a {type(template).__name__}")
         object.__setattr__(self, "segments", tuple(segments))
         object.__setattr__(self, "template", template)
         for segment in self.segments:

@@ -12,6 +12,7 @@ from ..model.decoder import Decoder
 from ..slide.block_table import BlockTable
 from ..slide.pages import PagePool
 from ..slide.queries import StoredQueries
+from ..slide.slots import Slots
 
 
 class Forward:
@@ -58,7 +59,7 @@ class Forward:
         decoder, attention, spec = self._decoder, self._attention, self._decoder.spec
         hidden = decoder.embed(self._to_device(token_ids))
         rotary = decoder.rotary(self._to_device(positions))
-        slots = _SlotWriter(table.slots(tokens), decoder.device)
+        slots = Slots(table.slots(tokens), decoder.device)
         layout = attention.layout(table, tokens)
         last = spec.num_layers - 1
         for layer_idx in range(spec.num_layers):
@@ -78,7 +79,7 @@ class Forward:
                 query, layer, layout, scale=spec.attention_scale, window=spec.windows[layer_idx], lse=lse
             )
             if lse is not None:
-                self._queries.write(layer_idx, slots.slots, query, lse)
+                self._queries.write(layer_idx, slots, query, lse)
             hidden = decoder.finish(layer_idx, hidden, attended)
         return decoder.logits(hidden)
 
@@ -90,18 +91,3 @@ class Forward:
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._decoder.device, non_blocking=True)
-
-
-class _SlotWriter:
-    """Writes rows into slots: one slice where they are neighbours, one indexed copy elsewhere."""
-
-    def __init__(self, slots: np.ndarray, device: torch.device) -> None:
-        first, last = int(slots[0]), int(slots[-1])
-        neighbours = last - first + 1 == len(slots) and bool((np.diff(slots) == 1).all())
-        self.slots = slice(first, last + 1) if neighbours else torch.from_numpy(slots).to(device)
-
-    def write(self, layer: torch.Tensor, kv: torch.Tensor) -> None:
-        if isinstance(self.slots, slice):
-            layer[self.slots] = kv
-        else:
-            layer.index_copy_(0, self.slots, kv)

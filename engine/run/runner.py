@@ -160,11 +160,12 @@ class Runner:
         finally:
             self.pool.release(assembly.table.pages)
 
-    def forget(self, namespace: str, session: str) -> None:
-        """Drops everything cached for a session, whatever the template."""
+    def forget(self, namespace: str, session: str | None) -> None:
+        """Drops everything cached for a session, or for calls without one, whatever the template."""
         for space in self.index.spaces(namespace):
             self.index.forget_session(space, session)
-        self._replies.forget(namespace, session)
+        if session is not None:
+            self._replies.forget(namespace, session)
 
     def _encode(self, prompt: Prompt, space: SpaceKey, session: str | None) -> tuple[EncodedPrompt, TextPiece]:
         """The prompt's ids, and its text after the last control token, which the answer continues."""
@@ -295,8 +296,8 @@ class Runner:
         return logits
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        own = () if params.ignore_eos else self._decoder.spec.stop_token_ids
-        return frozenset((*own, *params.stop_token_ids))
+        own = set() if params.ignore_eos else {*self._decoder.spec.stop_token_ids, self._tokenizer.eos_token_id}
+        return frozenset(own - {None} | set(params.stop_token_ids))
 
     def _remember(
         self, request: Request, space: SpaceKey, header: TextPiece, sequence: RunningSequence, answer: Answer
@@ -316,8 +317,14 @@ class Runner:
         reply_ids = answer.token_ids
         if reply_ids[-1] in self._stop_token_ids(request.params):
             reply_ids = reply_ids[:-1]
-        if request.session is None or self._tokenizer.decode(reply_ids, skip_special_tokens=True) != answer.text:
-            return  # nobody's reply, or one cut short by a stop string
+        if request.session is None or not answer.text:
+            return
+        text = self._tokenizer.decode(reply_ids, skip_special_tokens=True)
+        while len(text) > len(answer.text):  # a stop string cut the answer short
+            reply_ids = reply_ids[:-1]
+            text = self._tokenizer.decode(reply_ids, skip_special_tokens=True)
+        if text != answer.text:
+            return  # cut inside a token
         book = self._replies.book(space, request.session)
         canonical = self._tokenizer.encode(header.text + answer.text, add_special_tokens=False)
         book.remember(header.text, header.ids, answer.text, np.asarray(reply_ids), np.asarray(canonical))

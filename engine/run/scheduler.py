@@ -22,7 +22,6 @@ class Scheduler:
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._running = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -30,11 +29,6 @@ class Scheduler:
     def waiting(self) -> int:
         """Jobs that have not started."""
         return len(self._jobs)
-
-    @property
-    def running(self) -> bool:
-        """Whether a job runs now."""
-        return self._running
 
     def submit(self, job: Job) -> None:
         """Puts a job at the end of the queue.
@@ -72,11 +66,9 @@ class Scheduler:
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-                self._running = True
             try:
                 job()
             except Exception as error:
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
             finally:
-                del job
-                self._running = False
+                del job  # else it would live, with all that it holds, until the next one comes

@@ -22,8 +22,7 @@ from ..reuse.spans import Plan, Span
 from .block_table import BlockTable
 from .pages import PagePool, PoolFullError
 from .queries import StoredQueries
-
-_SLICED_RUNS = 4
+from .slots import Slots
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,13 @@ class Move:
     """Tokens that are copied from a cached sequence, all turned by the same number of positions.
 
     Attributes:
-        source_runs: Slot ranges to read, in token order.
-        target_runs: Slot ranges to write, in token order, as many slots as the source has.
+        source: Slots to read, in token order.
+        target: Slots to write, in token order, as many as the source has.
         rotation: The turn of the keys, or None where positions stay.
     """
 
-    source_runs: tuple[tuple[int, int], ...]
-    target_runs: tuple[tuple[int, int], ...]
+    source: Slots
+    target: Slots
     rotation: Rotary | None
 
 
@@ -73,7 +72,7 @@ class Assembly:
             allocate: `allocate(num_pages, after)` returns pages with one reference each, evicting if it must.
 
         Raises:
-            PoolFullError: From `allocate`; no reference is kept then.
+            PoolFullError: From `allocate`. Whatever is raised, no reference is kept then.
         """
         self._pool = pool
         self._queries = queries
@@ -94,26 +93,28 @@ class Assembly:
             pool.release(list(shared.values()))
             raise
         self.table = BlockTable(own[page_idx] if page_idx in own else shared[page_idx] for page_idx in range(num_pages))
-        self._moves = _moves(plan, sequences, self.table, set(shared), rope, self._device)
+        try:
+            self._moves = _moves(plan, sequences, self.table, rope, self._device)
+        except BaseException:
+            pool.release(self.table.pages)
+            raise
 
     def slide(self, layer_idx: int) -> None:
         """Copies the reused K and V of one layer into place, keys turned to their new positions."""
         layer = self._pool.layer(layer_idx)
         kv_heads = layer.shape[1] // 2
         for move in self._moves:
-            block = _read(layer, move.source_runs, self._device)
+            kv = move.source.read(layer)
             if move.rotation is None:
-                _write(layer, move.target_runs, block, self._device)
+                move.target.write(layer, kv)
                 continue
-            keys = rotate_keys(block[:, :kv_heads], move.rotation, self._rope)
-            _write(layer[:, :kv_heads], move.target_runs, keys, self._device)
-            _write(layer[:, kv_heads:], move.target_runs, block[:, kv_heads:], self._device)
+            move.target.write(layer[:, :kv_heads], rotate_keys(kv[:, :kv_heads], move.rotation, self._rope))
+            move.target.write(layer[:, kv_heads:], kv[:, kv_heads:])
 
     def finish(self) -> None:
         """Moves the stored queries and forgets the moves, once every layer has been slid."""
         for move in self._moves:
-            source, target = (_index(runs, self._device) for runs in (move.source_runs, move.target_runs))
-            self._queries.move(source, target)
+            self._queries.move(move.source, move.target)
         self._moves = []
 
     def correct(self, tokens: np.ndarray) -> np.ndarray:
@@ -140,8 +141,10 @@ class Assembly:
             (own,) = self._allocate(1, None)
         except PoolFullError:
             return False
-        source, target = (slice(p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS) for p in (page, own))
-        self._pool.kv[:, target] = self._pool.kv[:, source]
+        first = np.arange(PAGE_TOKENS)
+        source, target = (Slots(number * PAGE_TOKENS + first, self._device) for number in (page, own))
+        for layer in self._pool.kv:
+            target.write(layer, source.read(layer))
         self._queries.move(source, target)
         self.table.pages[page_idx] = own
         self._pool.release([page])
@@ -212,7 +215,6 @@ def _moves(
     plan: Plan,
     sequences: dict[int, CachedSequence],
     table: BlockTable,
-    shared: set[int],
     rope: RopeSpec,
     device: torch.device,
 ) -> list[Move]:
@@ -220,14 +222,16 @@ def _moves(
     rotations: dict[int, Rotary] = {}
     for span, sequence, tokens in _reused(plan, sequences):
         deltas = plan.positions[span.start : span.stop] - sequence.positions[tokens]
-        in_own_page = ~np.isin(np.arange(span.start, span.stop) // PAGE_TOKENS, list(shared))
-        for start, stop in _even_runs(deltas, in_own_page):
+        # Not by page: a page that continues a cached sequence holds its tokens and, behind them, tokens that move in.
+        target_slots = table.slots(np.arange(span.start, span.stop))
+        elsewhere = target_slots != sequence.table.slots(np.arange(tokens.start, tokens.stop))
+        for start, stop in _even_runs(deltas, elsewhere):
             delta = int(deltas[start])
             if delta and delta not in rotations:
                 rotations[delta] = turn_by(delta, rope, device)
-            source = sequence.table.runs(tokens.start + start, tokens.start + stop)
-            target = table.runs(span.start + start, span.start + stop)
-            moves.append(Move(tuple(source), tuple(target), rotations.get(delta)))
+            source = sequence.table.slots(np.arange(tokens.start + start, tokens.start + stop))
+            target = table.slots(np.arange(span.start + start, span.start + stop))
+            moves.append(Move(Slots(source, device), Slots(target, device), rotations.get(delta)))
     return moves
 
 
@@ -236,29 +240,3 @@ def _even_runs(deltas: np.ndarray, wanted: np.ndarray) -> list[tuple[int, int]]:
     borders = np.flatnonzero((np.diff(deltas) != 0) | (wanted[1:] != wanted[:-1])) + 1
     edges = [0, *borders.tolist(), len(deltas)]
     return [(start, stop) for start, stop in pairwise(edges) if wanted[start]]
-
-
-def _read(layer: torch.Tensor, runs: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    if len(runs) == 1:
-        return layer[runs[0][0] : runs[0][1]]
-    if len(runs) <= _SLICED_RUNS:
-        return torch.cat([layer[start:stop] for start, stop in runs])
-    return layer.index_select(0, _slots(runs, device))
-
-
-def _write(layer: torch.Tensor, runs: tuple[tuple[int, int], ...], block: torch.Tensor, device: torch.device) -> None:
-    if len(runs) <= _SLICED_RUNS:
-        offset = 0
-        for start, stop in runs:
-            layer[start:stop] = block[offset : offset + stop - start]
-            offset += stop - start
-    else:
-        layer.index_copy_(0, _slots(runs, device), block)
-
-
-def _index(runs: tuple[tuple[int, int], ...], device: torch.device) -> slice | torch.Tensor:
-    return slice(*runs[0]) if len(runs) == 1 else _slots(runs, device)
-
-
-def _slots(runs: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([np.arange(start, stop) for start, stop in runs])).to(device)

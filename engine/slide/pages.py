@@ -50,7 +50,14 @@ class PagePool:
         self.num_pages = num_pages
         shape = (spec.num_layers, num_pages * PAGE_TOKENS, 2 * spec.num_kv_heads, spec.head_dim)
         # On a CPU the system hands out memory when a slot is first written, so an unused pool costs nothing.
-        self.kv = torch.empty(shape, dtype=dtype, device=device)
+        try:
+            self.kv = torch.empty(shape, dtype=dtype, device=device)
+        except (RuntimeError, TypeError) as error:  # out of memory, or a size that no tensor has
+            tokens, token_bytes = num_pages * PAGE_TOKENS, spec.kv_bytes_per_token(dtype)
+            raise ConfigError(
+                f"a pool of {tokens} tokens needs {tokens * token_bytes / 2**20:.0f} MiB, which {device} does not "
+                "hold: lower pool_tokens or pool_share"
+            ) from error
         self._free = FreeRuns(num_pages)
         self._references = np.zeros(num_pages, dtype=np.int32)
 

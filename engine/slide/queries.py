@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..model.spec import ModelSpec
+from .slots import Slots
 
 MAX_PROBES = 5
 MAX_SHARE = 0.15
@@ -53,20 +54,20 @@ class StoredQueries:
         """Whether a layer's queries are stored."""
         return layer_idx in self._probe_of
 
-    def write(self, layer_idx: int, slots: slice | Tensor, query: Tensor, lse: Tensor) -> None:
+    def write(self, layer_idx: int, slots: Slots, query: Tensor, lse: Tensor) -> None:
         """Stores the queries of some rows.
 
         Args:
             layer_idx: A probe layer.
-            slots: Where the rows' K and V lie, a slice or (rows,) int64.
+            slots: Where the rows' K and V lie.
             query: (rows, heads, head_dim), rotated at the rows' positions.
             lse: (rows, heads) float32: log of the sum of the exponentials of each row's scaled scores.
         """
         probe = self._probe_of[layer_idx]
         scale = query.abs().amax(-1).float().clamp_min_(1e-6).div_(127)
-        self._values[probe, slots] = (query / scale.unsqueeze(-1)).round_().to(torch.int8)
-        self._scales[probe, slots] = scale.to(torch.float16)
-        self._lse[probe, slots] = lse
+        slots.write(self._values[probe], (query / scale.unsqueeze(-1)).round_().to(torch.int8))
+        slots.write(self._scales[probe], scale.to(torch.float16))
+        slots.write(self._lse[probe], lse)
 
     def read(self, layer_idx: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The queries (rows, heads, head_dim) float32, rotated where they were written, and lse (rows, heads)."""
@@ -74,7 +75,8 @@ class StoredQueries:
         values = self._values[probe].index_select(0, slots).float()
         return values * self._scales[probe].index_select(0, slots).float().unsqueeze(-1), self._lse[probe][slots]
 
-    def move(self, source: slice | Tensor, target: slice | Tensor) -> None:
+    def move(self, source: Slots, target: Slots) -> None:
         """Copies all probes of some slots to others that do not overlap them."""
         for stored in (self._values, self._scales, self._lse):
-            stored[:, target] = stored[:, source]
+            for probe in stored:
+                target.write(probe, source.read(probe))

@@ -103,6 +103,19 @@ class TestReuse:
                 assert output.receipt.exact_tokens >= 0.5 * output.receipt.prompt_tokens
             text += output.text + "\n"
 
+    def test_a_reply_cut_by_a_stop_string_comes_back_with_its_own_ids(self, engine):
+        prompt = Prompt([Segment.suffix("<|im_start|>" + SYSTEM + HISTORY + "<|im_end|>")])
+        whole = engine.generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True), session="probe")
+        text = engine.tokenizer.decode(whole.token_ids[:6], skip_special_tokens=True)
+        stop = engine.tokenizer.decode(whole.token_ids[6:8], skip_special_tokens=True)
+        output = engine.generate(
+            prompt, SamplingParams(max_tokens=12, ignore_eos=True, stop=stop), session="s", policy="recompute"
+        )
+        assert output.text and text.startswith(output.text)
+        longer = Prompt([*prompt.segments, Segment.suffix(output.text), Segment.suffix("<|im_end|>and then?")])
+        receipt = engine.generate(longer, FEW, session="s").receipt
+        assert receipt.exact_tokens >= len(prompt.token_ids(engine.tokenizer)) + len(output.token_ids) - 3
+
     def test_greedy_text_is_identical_when_the_prefix_is_reused(self, engine):
         full = engine.generate(second_turn(), FEW, policy="recompute", namespace="apart")
         engine.generate(first_turn(), FEW, session="s")

@@ -20,6 +20,6 @@ def policy_named(name: str) -> Policy:
     Raises:
         ConfigError: There is none.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise ConfigError(f"policy {name!r} does not exist: use one of {', '.join(POLICIES)}")
     return POLICIES[name]

@@ -1,0 +1,155 @@
+"""Where reused K and V come to lie: every reused token against its source, and no page lost or overwritten."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheslide_agents.engine.config import PAGE_TOKENS
+from cacheslide_agents.engine.model.spec import ModelSpec, RopeSpec
+from cacheslide_agents.engine.position.rope import rotate_keys
+from cacheslide_agents.engine.reuse.index import CachedSequence, CacheIndex, SpaceKey
+from cacheslide_agents.engine.reuse.spans import Plan, Span
+from cacheslide_agents.engine.slide import assembly as assembly_module
+from cacheslide_agents.engine.slide.assembly import Assembly
+from cacheslide_agents.engine.slide.block_table import BlockTable
+from cacheslide_agents.engine.slide.pages import PagePool
+
+ROPE = RopeSpec(torch.tensor([1.0, 0.1]), rotary_dim=4)
+SPEC = ModelSpec("llama", 2, 8, 2, 1, 4, 32, 2048, (None, None), ROPE, 0.5)
+SPACE = SpaceKey("default", None)
+
+
+class Cache:
+    """A pool of random K and V with cached sequences in scattered pages."""
+
+    def __init__(self, num_pages: int = 64, seed: int = 0) -> None:
+        self.pool = PagePool(SPEC, num_pages, torch.float32, "cpu")
+        self.pool.kv.copy_(torch.randn(self.pool.kv.shape, generator=torch.Generator().manual_seed(seed)))
+        self.index = CacheIndex(self.pool)
+        self.rng = np.random.default_rng(seed)
+
+    def sequence(self, num_tokens: int, *, apart: bool = False, session: str = "s") -> CachedSequence:
+        pages: list[int] = []
+        holes: list[int] = []
+        for _ in range(-(-num_tokens // PAGE_TOKENS)):
+            pages += self.pool.allocate(1, pages[-1] if pages else None)
+            if apart:
+                holes += self.pool.allocate(1, pages[-1])
+        self.pool.release(holes)
+        return self.index.add(
+            SPACE,
+            session,
+            token_ids=self.rng.integers(0, 1_000, num_tokens),
+            positions=np.arange(num_tokens),
+            exact_tokens=num_tokens,
+            hops=np.zeros(num_tokens, dtype=np.uint8),
+            table=BlockTable(pages),
+        )
+
+    def assembled(self, plan: Plan, sequences: dict[int, CachedSequence]) -> Assembly:
+        return Assembly(plan, sequences, self.pool, ROPE, plan.num_tokens, self.pool.allocate)
+
+    def kv_of(self, table: BlockTable, start: int, stop: int) -> torch.Tensor:
+        """(layers, tokens, 2 * kv_heads, head_dim), a copy."""
+        return self.pool.kv[:, torch.from_numpy(table.slots(np.arange(start, stop)))].clone()
+
+
+def check_reused(cache: Cache, plan: Plan, sequences: dict[int, CachedSequence]) -> Assembly:
+    """Carries the plan out and compares every reused token with its source, turned by one more rotation."""
+    expected = []
+    sources = {key: cache.kv_of(sequence.table, 0, len(sequence)) for key, sequence in sequences.items()}
+    for span in plan.spans:
+        if span.source is not None and span.source_start is not None:
+            source = slice(span.source_start, span.source_start + len(span))
+            kv = sources[span.source][:, source].clone()
+            deltas = torch.from_numpy(plan.positions[span.start : span.stop] - sequences[span.source].positions[source])
+            kv[:, :, :1] = rotate_keys(kv[:, :, :1], deltas, ROPE)
+            expected.append((span, kv))
+    assembly = cache.assembled(plan, sequences)
+    for layer_idx in range(SPEC.num_layers):
+        assembly.slide(layer_idx)
+    for span, kv in expected:
+        torch.testing.assert_close(cache.kv_of(assembly.table, span.start, span.stop), kv, msg=f"{span} of {plan}")
+    for key, sequence in sequences.items():
+        torch.testing.assert_close(cache.kv_of(sequence.table, 0, len(sequence)), sources[key], rtol=0, atol=0)
+    return assembly
+
+
+@pytest.mark.parametrize("source_start", [0, 4, 7, 20])
+def test_a_slid_span_is_moved_when_it_begins_in_a_page_shared_for_appending(source_start: int) -> None:
+    cache = Cache()
+    exact, donor = cache.sequence(20), cache.sequence(100, apart=True)
+    plan = Plan(
+        spans=(
+            Span(0, 20, "exact", exact.id, 0),
+            Span(20, 70, "slid", donor.id, source_start, source_start != 20),
+            Span(70, 71, "fresh"),
+        ),
+        positions=np.arange(71),
+    )
+    assembly = check_reused(cache, plan, {exact.id: exact, donor.id: donor})
+    assert assembly.table.pages[1] == exact.table.pages[1], "the partly filled page is written on"
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[int, bool, list[int], list[tuple[str, int, int, int]]]:
+    """Seed, whether pages lie apart, lengths of the sequences, spans as (treatment, source, source start, length)."""
+    lengths = [draw(st.integers(1, 80)) for _ in range(2)]
+    spans: list[tuple[str, int, int, int]] = []
+    if draw(st.booleans()):
+        spans.append(("exact", 0, 0, draw(st.integers(1, lengths[0]) | st.just(lengths[0]))))
+    for _ in range(draw(st.integers(0, 4))):
+        if draw(st.booleans()):
+            spans.append(("fresh", 0, 0, draw(st.integers(1, 40))))
+        else:
+            start = draw(st.integers(0, lengths[1] - 1))
+            spans.append(("slid", 1, start, draw(st.integers(1, lengths[1] - start))))
+    spans.append(("fresh", 0, 0, 1))
+    return draw(st.integers(0, 99)), draw(st.booleans()), lengths, spans
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans())
+def test_every_reused_token_is_its_source_turned_when_spans_are_mixed(
+    drawn: tuple[int, bool, list[int], list[tuple[str, int, int, int]]],
+) -> None:
+    seed, apart, (first, second), pieces = drawn
+    cache = Cache(seed=seed)
+    sequences = [cache.sequence(first), cache.sequence(second, apart=apart)]
+    by_id = {sequence.id: sequence for sequence in sequences}
+    spans, stop = [], 0
+    for treatment, source, source_start, length in pieces:
+        if treatment == "fresh":
+            spans.append(Span(stop, stop + length, "fresh"))
+        elif treatment == "exact":
+            spans.append(Span(stop, stop + length, "exact", sequences[source].id, 0))
+        else:
+            spans.append(Span(stop, stop + length, "slid", sequences[source].id, source_start, True))
+        stop += length
+    before = cache.pool.num_free
+    assembly = check_reused(cache, Plan(tuple(spans), np.arange(stop)), by_id)
+    cache.pool.release(assembly.table.pages)
+    assert cache.pool.num_free == before, "every page comes back"
+
+
+def test_no_page_is_kept_when_the_turn_of_the_keys_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache()
+    donor = cache.sequence(64)
+    before, owners = cache.pool.num_free, cache.pool.references(donor.table.pages).tolist()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room on the device")
+
+    monkeypatch.setattr(assembly_module, "turn_by", fail)
+    plan = Plan(
+        (Span(0, 32, "exact", donor.id, 0), Span(32, 40, "slid", donor.id, 50, True), Span(40, 41, "fresh")),
+        np.arange(41),
+    )
+    with pytest.raises(MemoryError):
+        cache.assembled(plan, {donor.id: donor})
+    assert cache.pool.num_free == before
+    assert cache.pool.references(donor.table.pages).tolist() == owners

@@ -1,0 +1,209 @@
+"""Watches an engine's turns: each token's K and V is compared with what its treatment promises, by another way.
+
+Exact tokens must be the donor's bit for bit, slid ones the donor's moved by complex numbers in float64, computed ones
+what their layer gives over the K and V stored before them (dense attention), and the untainted prefix what a prefill
+of nothing else gives. Slots that nobody owns are filled with NaN, so that reading one shows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cacheslide_agents.engine import Engine, Prompt, SamplingParams
+from cacheslide_agents.engine.config import PAGE_TOKENS
+from cacheslide_agents.engine.reuse.index import CachedSequence
+from cacheslide_agents.engine.reuse.plan import assert_valid
+from cacheslide_agents.engine.reuse.spans import Plan
+from cacheslide_agents.engine.run.request import Output
+from cacheslide_agents.engine.run.sequence import RunningSequence
+from cacheslide_agents.engine.slide.block_table import BlockTable
+from tests.reference.complex_rope import rotate_directly
+from tests.reference.dense_attention import dense_attention
+
+
+@dataclass
+class _Held:
+    """What a cached sequence held before a turn: K and V (layers, tokens, 2 * kv_heads, head_dim), positions, hops."""
+
+    kv: Tensor
+    positions: np.ndarray
+    hops: np.ndarray
+
+
+class WatchedEngine:
+    """An idle engine in float32 with one caller, whose turns are checked token by token."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._runner: Any = engine._runner
+        self._plan: Plan | None = None
+        self._computed: tuple[RunningSequence, Tensor] | None = None
+        assemble, remember = self._runner._assemble, self._runner._remember
+
+        def noting_assemble(*args: Any, **kwargs: Any) -> Any:
+            result = assemble(*args, **kwargs)
+            self._plan = result[0]
+            return result
+
+        def noting_remember(request: Any, space: Any, header: Any, sequence: RunningSequence, answer: Any) -> None:
+            self._computed = (sequence, self._kv(sequence.table, sequence.num_tokens))
+            remember(request, space, header, sequence, answer)
+
+        for name, noting in (("_assemble", noting_assemble), ("_remember", noting_remember)):
+            setattr(self._runner, name, noting)
+
+    def turn(self, prompt: Prompt, params: SamplingParams, **call: Any) -> Output:
+        """A turn, everything about it checked."""
+        before = {each.id: self._held(each) for each in self._sequences()}
+        self.poison()
+        output = self.engine.generate(prompt, params, **call)
+        self._check_receipt(output)
+        self._check_computed(before)
+        self._check_answer(output)
+        self.check_kept(before)
+        self.check_pages()
+        return output
+
+    def logits(self, prompt: Prompt, continuation: str, **call: Any) -> Tensor:
+        """Logits by a policy; checks that nothing cached changed, except that donors may have been evicted."""
+        before = {each.id: self._held(each) for each in self._sequences()}
+        self.poison()
+        logits = self.engine.logits(prompt, continuation, **call)
+        assert logits.isfinite().all(), "unwritten slots were read"
+        assert {each.id for each in self._sequences()} <= set(before), "a comparison was stored"
+        self.check_kept(before)
+        self.check_pages()
+        return logits
+
+    def poison(self) -> None:
+        """Fills with NaN what no sequence has written."""
+        pool = self._runner.pool
+        owned = np.zeros(pool.kv.shape[1], dtype=np.bool_)
+        for sequence in self._sequences():
+            owned[sequence.table.slots(np.arange(len(sequence)))] = True
+        pool.kv[:, torch.from_numpy(np.flatnonzero(~owned))] = torch.nan
+
+    def check_kept(self, before: dict[int, _Held]) -> None:
+        """Sequences of earlier turns hold what they held."""
+        for sequence in self._sequences():
+            if sequence.id in before:
+                assert torch.equal(self._kv(sequence.table, len(sequence)), before[sequence.id].kv), (
+                    "a page was written"
+                )
+
+    def check_pages(self) -> None:
+        """Every page has as many owners as sequences hold it; the others are free."""
+        pool = self._runner.pool
+        owners = Counter(page for sequence in self._sequences() for page in sequence.table.pages)
+        assert pool.references(range(pool.num_pages)).tolist() == [owners[page] for page in range(pool.num_pages)]
+        assert self.engine.stats().free_pages == pool.num_pages - len(owners)
+        for sequence in self._sequences():
+            assert sequence.pins == 0
+            assert len(sequence.table.pages) == -(-len(sequence) // PAGE_TOKENS)
+
+    def _check_receipt(self, output: Output) -> None:
+        receipt, plan = output.receipt, self._plan
+        assert plan is not None
+        assert_valid(plan)
+        counts = Counter[str]()
+        place = 0
+        for start, stop, treatment in receipt.treatments:
+            assert start == place < stop
+            counts[treatment] += stop - start
+            place = stop
+        assert place == receipt.prompt_tokens == plan.num_tokens
+        assert counts["exact"] == receipt.exact_tokens
+        assert counts["corrected"] == receipt.corrected_tokens
+        assert counts["slid"] + counts["corrected"] == receipt.slid_tokens
+        assert counts["fresh"] == receipt.fresh_tokens
+        assert receipt.cache_read_tokens + receipt.computed_tokens == receipt.prompt_tokens
+        assert receipt.generated_tokens == len(output.token_ids)
+        assert output.token_ids and receipt.prompt_tokens + len(output.token_ids) <= self.engine.context_tokens
+
+    def _check_computed(self, before: dict[int, _Held]) -> None:
+        assert self._computed is not None and self._plan is not None
+        (sequence, kv), plan = self._computed, self._plan
+        assert kv.isfinite().all(), "unwritten slots were read"
+        kv_heads = kv.shape[2] // 2
+        rope = self._runner._decoder.spec.rope
+        corrected = np.zeros(len(kv[0]), dtype=np.bool_)
+        corrected[plan.corrected] = True
+        active = np.ones(len(kv[0]), dtype=np.bool_)
+        for span in plan.spans:
+            if span.source is None or span.source_start is None:
+                continue
+            donor = before[span.source]
+            kept = np.arange(span.start, span.stop)[~corrected[span.start : span.stop]]
+            source = kept - span.start + span.source_start
+            active[kept] = False
+            moved = sequence.positions[kept] - donor.positions[source]
+            hops = donor.hops[source] + (moved != 0)
+            assert (sequence.hops[kept] == hops).all() and (hops <= self.engine.config.max_hops).all()
+            assert torch.equal(kv[:, kept, kv_heads:], donor.kv[:, source, kv_heads:]), f"values of {span}"
+            if span.treatment == "exact":
+                assert not moved.any() and torch.equal(kv[:, kept], donor.kv[:, source]), f"keys of {span}"
+            turns = torch.from_numpy(moved).repeat(len(kv))
+            keys = rotate_directly(donor.kv[:, source, :kv_heads].flatten(0, 1), turns, rope.inv_freq, 1.0)
+            torch.testing.assert_close(kv[:, kept, :kv_heads].flatten(0, 1).double(), keys, atol=1e-4, rtol=1e-4)
+        assert (sequence.hops[active] == 0).all()
+        self._check_active(sequence, kv, np.flatnonzero(active))
+        untainted = sequence.exact_tokens
+        if untainted:
+            own = torch.full_like(kv[:, :untainted], torch.nan)
+            self._walk(sequence, own, np.arange(untainted), store=True)
+            torch.testing.assert_close(kv[:, :untainted], own, atol=1e-3, rtol=1e-3)
+
+    def _check_active(self, sequence: RunningSequence, kv: Tensor, tokens: np.ndarray) -> None:
+        stored = kv.clone()
+        computed = self._walk(sequence, stored, tokens, store=False)
+        torch.testing.assert_close(kv[:, torch.from_numpy(tokens)], computed, atol=1e-3, rtol=1e-3)
+
+    @torch.inference_mode()
+    def _walk(self, sequence: RunningSequence, kv: Tensor, tokens: np.ndarray, *, store: bool) -> Tensor:
+        """K and V of some tokens over `kv` (layers, tokens, ...), which receives them layer by layer if `store`."""
+        decoder = self._runner._decoder
+        hidden = decoder.embed(torch.from_numpy(sequence.token_ids[tokens]))
+        rotary = decoder.rotary(torch.from_numpy(sequence.positions[tokens]))
+        in_order = BlockTable(range(-(-kv.shape[1] // PAGE_TOKENS)))
+        layers = []
+        for layer_idx in range(decoder.spec.num_layers):
+            query, own = decoder.project(layer_idx, hidden, rotary)
+            layers.append(own.clone())
+            if store:
+                kv[layer_idx, torch.from_numpy(tokens)] = own
+            window = decoder.spec.windows[layer_idx]
+            scale = decoder.spec.attention_scale
+            attended = dense_attention(query, kv[layer_idx], in_order, tokens, scale, window)
+            hidden = decoder.finish(layer_idx, hidden, attended.to(hidden.dtype))
+        self._last_hidden = hidden
+        return torch.stack(layers)
+
+    def _check_answer(self, output: Output) -> None:
+        """Greedy answers: each token is the best one after the stored K and V (up to rounding)."""
+        assert self._computed is not None
+        sequence, kv = self._computed
+        num_prompt = output.receipt.prompt_tokens
+        tokens = np.arange(num_prompt - 1, sequence.num_tokens)
+        assert sequence.token_ids[num_prompt:].tolist() == list(output.token_ids[: len(tokens) - 1])
+        self._walk(sequence, kv.clone(), tokens, store=False)
+        with torch.inference_mode():
+            logits = self._runner._decoder.logits(self._last_hidden)
+        chosen = logits[torch.arange(len(tokens)), torch.tensor(output.token_ids)]
+        assert (logits.amax(-1) - chosen < 1e-2).all(), "not the greedy answer"
+
+    def _held(self, sequence: CachedSequence) -> _Held:
+        kv = self._kv(sequence.table, len(sequence))
+        return _Held(kv, sequence.positions.copy(), sequence.hops.astype(np.int64))
+
+    def _kv(self, table: Any, num_tokens: int) -> Tensor:
+        pool: Tensor = self._runner.pool.kv
+        return pool[:, torch.from_numpy(table.slots(np.arange(num_tokens)))].clone()
+
+    def _sequences(self) -> list[CachedSequence]:
+        return list(self._runner.index._sequences.values())
