@@ -61,7 +61,7 @@ def run(
     num_turns = len(script.turns) if turns is None else turns
     if not 2 <= num_turns <= len(script.turns):
         raise ConfigError(
-            f"--turns {num_turns}: the demo's conversation has {len(script.turns)} turns, so use 1 to that"
+            f"--turns {num_turns}: the conversation has {len(script.turns)} turns; use 2 to {len(script.turns)}"
         )
     screen = screen or Screen()
     done: list[Turn] = []
