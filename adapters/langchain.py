@@ -16,6 +16,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import RunnableConfig
 from pydantic import ConfigDict
 
+from cacheslide_agents.engine.arguments import text_ids
 from cacheslide_agents.engine.errors import PromptError
 
 from .answers import answer_chunk, answer_result
@@ -205,11 +206,14 @@ class CacheSlideChat(ModelFields, BaseChatModel):
         return super().astream_events(input, with_thread(config), **kwargs)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """The token ids of a text with the model's own tokenizer, without special tokens."""
+        """The token ids of a text with the model's own tokenizer, without special tokens.
+
+        Raises:
+            PromptError: The text holds a lone surrogate.
+        """
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
-        ids: list[int] = self.engine.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return text_ids(text, self.engine.tokenizer)
 
     def get_num_tokens(self, text: str) -> int:
         """The number of tokens of a text."""

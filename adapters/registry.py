@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from datetime import datetime
 from pathlib import Path
@@ -113,6 +114,11 @@ class EngineRegistry:
             place = self._places.pop(EngineKey.of(config, wrapped), None)
         self._close([place] if place is not None else [])
 
+    def abandon(self) -> None:
+        """Forgets every engine without closing it: in a fork of the process, which has none of their threads."""
+        self._lock = threading.Lock()  # the old one may be held by a thread that is not here
+        self._places = {}
+
     def close_all(self) -> None:
         """Closes every engine."""
         with self._lock:
@@ -137,6 +143,8 @@ def _load(config: EngineConfig, wrapped: WrappedModel | None) -> Engine:
 
 
 ENGINES = EngineRegistry()
-"""The process's engines; closed when it exits."""
+"""The process's engines; closed when it exits. A fork loads its own."""
 
 atexit.register(ENGINES.close_all)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=ENGINES.abandon)

@@ -139,7 +139,7 @@ class ChatSettings:
             prompt=prompt,
             params=params,
             session=session,
-            namespace=call.get("namespace") or self.config.namespace,
+            namespace=self.config.namespace if call.get("namespace") is None else call["namespace"],
             policy=cast(PolicyName, call.get("policy") or self.config.policy),
         )
 

@@ -83,7 +83,7 @@ def demo(
         str | None, typer.Option(help="A model folder, hub id or GGUF file instead of the bundled one.")
     ] = None,
     turns: Annotated[
-        int | None, typer.Option(min=1, help="Only the first turns of the conversation.", show_default="all 8")
+        int | None, typer.Option(min=2, help="Only the first turns of the conversation.", show_default="all 8")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
     picture: Annotated[Path, typer.Option(help="Where the picture of the turns goes, a PNG or SVG.")] = Path(

@@ -167,13 +167,14 @@ class Engine:
         ended = False
         try:
             while not ended:
+                self._scheduler.check_process()
                 event = events.get()
                 ended = isinstance(event, BaseException) or event.finish_reason is not None
                 if isinstance(event, BaseException):
                     raise event
                 yield event
         finally:
-            if not ended:
+            if not ended and not self._scheduler.is_forked:
                 self._cancel(request, job)
                 while not (isinstance(event := events.get(), BaseException) or event.finish_reason):
                     pass
@@ -335,6 +336,8 @@ class Engine:
 
 
 def _shut_down(scheduler: Scheduler, is_closing: threading.Event) -> None:
+    if scheduler.is_forked:
+        return  # its locks may be held by threads that are not here
     is_closing.set()  # first, so that what waits ends at once when its turn comes
     scheduler.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +59,20 @@ def run(
         typer.Exit: With 1 if a file cannot be written, after everything was shown; with 130 after Ctrl-C.
     """
     num_turns = len(script.turns) if turns is None else turns
-    if not 1 <= num_turns <= len(script.turns):
+    if not 2 <= num_turns <= len(script.turns):
         raise ConfigError(
-            f"--turns {num_turns}: the demo's conversation has {len(script.turns)} turns, so use 1 to that"
+            f"--turns {num_turns}: the conversation has {len(script.turns)} turns; use 2 to {len(script.turns)}"
         )
     screen = screen or Screen()
     done: list[Turn] = []
     try:
         _lead(screen, num_turns)
-        chat = _chat(screen, model)
-        for turn in _hold(screen, chat, script, num_turns):
-            done.append(turn)
+        with closing(_chat(screen, model)) as chat:
+            for turn in _hold(screen, chat, script, num_turns):
+                done.append(turn)
+            where = environment(chat)
         screen.table(done)
         screen.meaning(done)
-        where = environment(chat)
     except KeyboardInterrupt:
         screen.failure(f"stopped after {len(done)} of {num_turns} turns; nothing was written")
         raise typer.Exit(130) from None

@@ -36,10 +36,10 @@ from typing import Any
 import torch
 import transformers
 
-from cacheslide_agents import __version__
 from cacheslide_agents.adapters import CacheSlideChat
 from cacheslide_agents.engine.config import PolicyName
 
+from .. import __version__
 from .measure import POLICIES, Turn
 
 RIVALS: tuple[PolicyName, ...] = ("prefix", "recompute")

@@ -48,8 +48,10 @@ def draw(turns: Sequence[Turn], model: str, kind: str) -> bytes:
         PictureError: It does not know the format.
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(13, 2.1 + 0.78 * len(turns)), layout="constrained", facecolor="white")
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
+    figure = Figure(figsize=(13, 2.2 + 0.78 * len(turns)), layout=layout, facecolor="white")
     strips, times = figure.subplots(1, 2, sharey=True, width_ratios=(2.1, 1))
     _draw_strips(strips, turns)
     _draw_times(times, turns)
@@ -93,7 +95,8 @@ def _draw_strips(axes: Axes, turns: Sequence[Turn]) -> None:
             axes.plot([token, token], [row - 0.13, row + 0.31], color=_INK, linewidth=1.1)
         middle = (memory.start + memory.stop) / 2
         axes.text(middle, row + 0.34, "memory", ha="center", va="top", fontsize=7, color=_INK)
-        axes.text(0, row - 0.16, _caption(turn), ha="left", va="bottom", fontsize=8.5, color=_INK)
+        caption = axes.text(0, row - 0.16, _caption(turn), ha="left", va="bottom", fontsize=8.5, color=_INK)
+        caption.set_in_layout(False)  # a long one may reach past its strip without narrowing it
     axes.set_xlim(0, max(turn.slide.prompt_tokens for turn in turns) * 1.005)
     axes.set_ylim(len(turns) - 0.4, -0.55)
     axes.set_yticks([row + 0.09 for row in range(len(turns))], [f"turn {turn.number}" for turn in turns])
@@ -122,11 +125,9 @@ def _caption(turn: Turn) -> str:
     """What was edited and asked."""
     changes = []
     for edit in turn.edits:
-        if edit.kind == "edit":
-            changes.append(f"“{edit.old}” became “{edit.new}”")
-        else:
-            changes.append(f"“{edit.new}” added" if edit.kind == "insert" else f"“{edit.old}” removed")
-    return f"memory: {'; '.join(changes) or 'as it was'}.  Asked: “{turn.message}”"
+        old, new = (f"“{(line or '').rstrip('.')}”" for line in (edit.old, edit.new))
+        changes.append({"insert": f"{new} added", "delete": f"{old} removed", "edit": f"{old} became {new}"}[edit.kind])
+    return f"memory: {'; '.join(changes) or 'as it was'}. Asked: “{turn.message}”"
 
 
 def _plain(axes: Axes) -> None:

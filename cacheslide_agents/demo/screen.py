@@ -33,6 +33,9 @@ SYMBOLS: dict[Treatment, str] = {"exact": "=", "slid": "~", "corrected": "+", "f
 COLOURS: dict[Treatment, str] = {"exact": "#2f5d9b", "slid": "#8fbbe8", "corrected": "#f0b429", "fresh": "#d1495b"}
 """Blues are reused, warm colours computed; told apart with any kind of colour vision."""
 
+FEW_COLOURS: dict[Treatment, str] = {"exact": "blue", "slid": "cyan", "corrected": "yellow", "fresh": "red"}
+"""Where a terminal has sixteen."""
+
 EXPLANATIONS: dict[Treatment, str] = {
     "exact": "reused; everything before it is as it was",
     "slid": "reused and moved, though something before it changed",
@@ -52,6 +55,7 @@ class Screen:
         self._console = console or _standard_console()
         self.width = max(MIN_CELLS + INDENT, min(self._console.width, MAX_WIDTH))
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._colours = FEW_COLOURS if self._console.color_system == "standard" else COLOURS
         self.is_coloured = self._is_live and not self._console.no_color and self._console.color_system is not None
 
     def line(self, text: str = "", style: str = "") -> None:
@@ -92,12 +96,15 @@ class Screen:
         heading = f"Turn {number} of {num_turns} "
         self._print(Text(""))
         self._print(Text(heading + "-" * max(0, self.width - len(heading)), "bold"))
-        for edit in scripted.edits:
-            if edit.old is not None:
-                self._labelled("memory", f"- {edit.old}", "red")
-            if edit.new is not None:
-                self._labelled("memory" if edit.old is None else "", f"+ {edit.new}", "green")
-        if not scripted.edits:
+        lines = [
+            (sign, line, style)
+            for edit in scripted.edits
+            for sign, line, style in (("-", edit.old, "red"), ("+", edit.new, "green"))
+            if line is not None
+        ]
+        for idx, (sign, line, style) in enumerate(lines):
+            self._labelled("memory" if idx == 0 else "", f"{sign} {line}", style)
+        if not lines:
             self._labelled("memory", "as it was", "dim")
         self._labelled("user", scripted.message)
 
@@ -195,15 +202,15 @@ class Screen:
             self.line(f"{label}: {text}" if label else text, style)
             return
         for idx, part in enumerate(wrap(_printable(text), room)):
-            head = Text(f"{'':{INDENT}}{label if idx == 0 else '':<{LABEL}}", "dim")
-            self._print(head + Text(part, style))
+            head = f"{'':{INDENT}}{label if idx == 0 else '':<{LABEL}}"
+            self._print(Text.assemble((head, "dim"), (part, style)))
 
     def _cells(self, cells: Sequence[Treatment]) -> Text:
         text = Text()
         for treatment, run in groupby(cells):
             num_cells = len(list(run))
             if self.is_coloured:
-                text.append(" " * num_cells, f"on {COLOURS[treatment]}")
+                text.append(" " * num_cells, f"on {self._colours[treatment]}")
             else:
                 text.append(SYMBOLS[treatment] * num_cells)
         return text

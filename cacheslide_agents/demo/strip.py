@@ -46,18 +46,22 @@ def strip(runs: Runs, width: int) -> list[Treatment]:
 
 
 def ruler(parts: Sequence[Part], width: int) -> str:
-    """The names of a prompt's parts, each under the cells where its part begins.
+    """The names of a prompt's parts, each under cells of its part.
 
     The last name ends with the strip, since the last part is often narrower than its name. Names without room are
-    left out; the first goes first, since it needs saying least.
+    left out, the first before all others: what stands at the beginning needs saying least.
     """
     total = parts[-1].stop
-    line = " " * width
-    for part in (parts[-1], *parts[1:-1], parts[0]):
-        start = width - len(part.name) if part is parts[-1] else part.start * width // total
-        stop = start + len(part.name)
-        if start >= 0 and stop <= width and not line[max(0, start - 1) : stop + 1].strip():
-            line = line[:start] + part.name + line[stop:]
+    last = parts[-1].name
+    line = " " * (width - len(last)) + last if len(last) <= width else " " * width
+    free = 0
+    for part in (*parts[1:-1], parts[0]):
+        start, name = part.start * width // total, part.name
+        start = max(start, free) if part is not parts[0] else start
+        stop = start + len(name)
+        if start * total < part.stop * width and not line[start : stop + 1].strip() and stop < width:
+            line = line[:start] + name + line[stop:]
+            free = stop + 1
     return line.rstrip()
 
 

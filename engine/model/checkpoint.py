@@ -76,7 +76,8 @@ def check_config_json(config: dict[str, Any], name: str) -> None:
             f"or a GGUF file; {supported}"
         )
     model_type = config.get("model_type")
-    architectures = [str(architecture) for architecture in config.get("architectures") or ()]
+    named = config.get("architectures")
+    architectures = [str(architecture) for architecture in named] if isinstance(named, list) else []
     if config.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{name} ({model_type}) is an encoder-decoder, not a decoder: {supported}")
     if architectures and not any(architecture.endswith("ForCausalLM") for architecture in architectures):

@@ -6,6 +6,7 @@ worker: only `stats` may be called from elsewhere.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,11 @@ from ..slide.block_table import BlockTable
 
 if TYPE_CHECKING:
     from ..slide.pages import PagePool
+
+
+KEPT_BRANCHES = 8
+"""Of each session so many sequences outlive older ones of other sessions: an agent that edits its memory every turn
+leaves a branch behind each time, and would push everybody else's cache out."""
 
 
 class SpaceKey(NamedTuple):
@@ -86,7 +92,7 @@ class IndexStats:
 
 
 class CacheIndex:
-    """The cached sequences of one engine, least recently used first."""
+    """The cached sequences of one engine."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -192,14 +198,15 @@ class CacheIndex:
         return sum(self.remove(sequence.id) for sequence in self.session(space, session) if sequence.pins == 0)
 
     def evict(self, num_pages_wanted: int) -> int:
-        """Forgets idle sequences, least recently used first, until the pool has `num_pages_wanted` free pages.
+        """Forgets idle sequences until the pool has `num_pages_wanted` free pages.
 
-        If forgetting all of them were not enough, nothing is forgotten: a request that cannot fit costs no cache.
+        Least recently used ones go first, and before all others those beyond the `KEPT_BRANCHES` latest of their
+        session. If forgetting all were not enough, nothing is forgotten: a request that cannot fit costs no cache.
 
         Returns:
             How many pages became free; the caller looks at the pool to see whether they are enough.
         """
-        idle = [sequence for sequence in self._sequences.values() if sequence.pins == 0]
+        idle = self._by_worth()
         missing = num_pages_wanted - self._pool.num_free
         if missing <= 0 or self._reclaimable_pages(idle) < missing:
             return 0
@@ -227,6 +234,18 @@ class CacheIndex:
             pinned=sum(sequence.pins > 0 for sequence in sequences),
             evicted_sequences=self._evicted,
         )
+
+    def _by_worth(self) -> list[CachedSequence]:
+        """The idle sequences, those to forget first at the front."""
+        later = Counter[tuple[SpaceKey, str | None]]()
+        surplus: list[CachedSequence] = []
+        kept: list[CachedSequence] = []
+        for sequence in reversed(self._sequences.values()):
+            branch_of = (sequence.space, sequence.session)
+            if sequence.pins == 0:
+                (kept if later[branch_of] < KEPT_BRANCHES else surplus).append(sequence)
+            later[branch_of] += 1
+        return surplus[::-1] + kept[::-1]
 
     def _reclaimable_pages(self, idle: list[CachedSequence]) -> int:
         if not idle:

@@ -278,6 +278,16 @@ def test_token_count_is_the_usage_when_messages_are_counted() -> None:
     assert chat_model(custom_get_token_ids=lambda text: [1] * len(text)).get_num_tokens("abc") == 3
 
 
+def test_error_when_the_namespace_of_a_call_is_empty() -> None:
+    with pytest.raises(ConfigError, match="namespace"):
+        chat_model().invoke("Hi", namespace="")
+
+
+def test_error_when_a_counted_text_has_a_lone_surrogate() -> None:
+    with pytest.raises(PromptError, match="surrogate"):
+        chat_model().get_num_tokens("a\ud800")
+
+
 def test_messages_are_counted_when_they_make_no_prompt() -> None:
     chat = chat_model(chat_template="{{ raise_exception('no') }}")
     assert chat.get_num_tokens_from_messages([HumanMessage("Alice")]) == chat.get_num_tokens("Alice")

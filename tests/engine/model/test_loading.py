@@ -160,6 +160,12 @@ def test_error_names_the_config_when_it_is_broken(content: str, folder: Path) ->
         _load(folder)
 
 
+def test_model_is_refused_when_its_config_holds_odd_values(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": 5, "architectures": true}')
+    with pytest.raises(ModelError, match="of type 5"):
+        _load(folder)
+
+
 def test_error_names_the_tokenizer_when_it_is_broken(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="tokenizer"):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cacheslide_agents.engine.config import PAGE_TOKENS
 from cacheslide_agents.engine.model.spec import ModelSpec, RopeSpec
-from cacheslide_agents.engine.reuse.index import CachedSequence, CacheIndex, SpaceKey
+from cacheslide_agents.engine.reuse.index import KEPT_BRANCHES, CachedSequence, CacheIndex, SpaceKey
 from cacheslide_agents.engine.slide.block_table import BlockTable
 from cacheslide_agents.engine.slide.pages import PagePool
 from tests.reference.naive_pages import evicted_ids
@@ -156,6 +156,17 @@ def test_arrays_are_the_indexs_own_when_the_caller_goes_on_writing() -> None:
     assert shelf.index.get(sequence.id) is sequence
 
 
+def test_other_sessions_stay_when_one_leaves_many_branches() -> None:
+    shelf = Shelf(num_pages=KEPT_BRANCHES + 4)
+    quiet = shelf.add(range(16), session="quiet")
+    branches = [shelf.add(range(100 * number, 100 * number + 16), session="busy") for number in range(1, 12)]
+    assert shelf.pool.num_free == 0
+    assert shelf.index.evict(3) == 3
+    assert shelf.ids() == [each.id for each in reversed([quiet, *branches[3:]])]
+    assert shelf.index.evict(4) == 1, "then the least recently used of all"
+    assert shelf.ids() == [each.id for each in reversed(branches[3:])]
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Requests share, cache, touch, pin and want pages; a plain list in order of use says who must go."""
 
@@ -185,7 +196,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.order.append(self.shelf.add(tokens, session=session, pages=table))
 
     def evict(self, wanted: int) -> None:
-        pool, idle = self.shelf.pool, [sequence for sequence in self.order if sequence.pins == 0]
+        pool = self.shelf.pool
+        branches = {session: [each for each in self.order if each.session == session] for session in "ab"}
+        latest = [each for each in self.order if each in branches[each.session or ""][-KEPT_BRANCHES:]]
+        surplus = [each for each in self.order if each not in latest]
+        idle = [sequence for sequence in surplus + latest if sequence.pins == 0]
         references = dict(enumerate(pool.references(range(self.num_pages)).tolist()))
         expected = evicted_ids([(each.id, each.table.pages) for each in idle], references, pool.num_free, wanted)
         num_free = pool.num_free
