@@ -49,7 +49,9 @@ class EngineConfig:
         device: `auto` takes CUDA where there is one.
         dtype: `auto` is bfloat16 where the device computes it quickly, else float16 on CUDA and float32 on a CPU.
         policy: The default policy of requests.
-        correction_share: Share of each slid run after a change that `slide` computes again, 0 to 1.
+        correction_share: Most of the slid tokens that are computed again, as a share, 0 to 1: the cap of `slide`, the
+            budget of `head`.
+        staleness_bound: Staleness from which on `slide` computes a slid token again, 0 to 1; 0 spends the whole cap.
         min_slide_tokens: Matching runs shorter than this are computed, not slid: below it the copy costs more.
         max_hops: Rotations that a cached key may go through before it is computed again (rounding adds up).
         share_slid: Whether slid donors may come from other sessions of the namespace.

@@ -71,7 +71,10 @@ def attend_by_products(
         # One row sees all these keys: what is below, without its bookkeeping.
         part = query.view(kv_heads, -1, head_dim)
         shift = torch.baddbmm(nothing, part, key[:, :, :1], beta=0, alpha=-scale)
-        return torch.bmm(torch.baddbmm(shift, part, key, alpha=scale).softmax(-1), value).view(query.shape)
+        scores = torch.baddbmm(shift, part, key, alpha=scale)
+        if lse is not None:
+            lse[0] = _logsumexp(scores, shift).flatten()
+        return torch.bmm(scores.softmax(-1), value).view(query.shape)
     # Query heads that share a key head become rows of one product: (kv_heads, rows, heads / kv_heads, head_dim).
     shared = (rows, kv_heads, heads // kv_heads, head_dim)
     folded = query.view(shared).transpose(0, 1).contiguous()
@@ -82,18 +85,23 @@ def attend_by_products(
     )
     for row_start, row_stop, key_start, key_stop, mask in _chunks(groups, heads, query):
         seen = slice(key_start - groups.first_key, key_stop - groups.first_key)
-        part, seen_key = folded[:, row_start:row_stop].flatten(1, 2), key[:, :, seen]
-        scores = torch.baddbmm(shifts[:, row_start:row_stop].flatten(1, 2), part, seen_key, alpha=scale)
+        part, shift = (each[:, row_start:row_stop].flatten(1, 2) for each in (folded, shifts))
+        scores = torch.baddbmm(shift, part, key[:, :, seen], alpha=scale)
         if mask is not None:
             by_row = scores.view(kv_heads, row_stop - row_start, -1, key_stop - key_start)
             by_row[..., -mask.shape[1] :] += mask.unsqueeze(1)
         weights = scores.softmax(-1)
         if lse is not None:
-            total = scores.float().logsumexp(-1, keepdim=True) - shift.float()
-            lse[row_start:row_stop] = total.view(kv_heads, row_stop - row_start, -1).transpose(0, 1).flatten(1)
+            total = _logsumexp(scores, shift).view(kv_heads, row_stop - row_start, -1)
+            lse[row_start:row_stop] = total.transpose(0, 1).flatten(1)
         mixed = torch.bmm(weights, value[:, seen])
         target[:, row_start:row_stop] = mixed.view(kv_heads, row_stop - row_start, -1, head_dim)
     return out
+
+
+def _logsumexp(scores: Tensor, shift: Tensor) -> Tensor:
+    """(..., rows) float32 from shifted scores (..., rows, keys) and their shift (..., rows, 1)."""
+    return scores.float().logsumexp(-1) - shift.float().squeeze(-1)
 
 
 def _chunks(groups: Groups, heads: int, like: Tensor) -> Iterator[_Chunk]:

@@ -23,17 +23,15 @@ CHUNK_SCORES = 1 << 21
 
 
 class Keys:
-    """Cached keys to be asked about: their slots, token order and positions in one sequence.
+    """Cached keys to be asked about: their slots and token order in one sequence.
 
     Attributes:
         tokens: (keys,) int64, increasing: token indices.
-        positions: (keys,) int64: where the keys are rotated.
         slots: (keys,) int64, on the pool's device.
     """
 
-    def __init__(self, tokens: np.ndarray, positions: np.ndarray, table: BlockTable, device: torch.device) -> None:
+    def __init__(self, tokens: np.ndarray, table: BlockTable, device: torch.device) -> None:
         self.tokens = tokens
-        self.positions = positions
         self.slots = torch.from_numpy(table.slots(tokens)).to(device)
 
 
@@ -90,7 +88,8 @@ def attention_mass(
             if mask is not None:
                 scores.masked_fill_(mask[part].view(count, 1, 1, -1), -torch.inf)
             mass = scores.exp_().sum(-1)
-            total[part] += (mass / (1 + mass) if bounded else mass.clamp_max_(1.0)).mean((1, 2))
+            # e / (1 + e), which also holds where e is too large for float32.
+            total[part] += (mass.log_().sigmoid_() if bounded else mass.clamp_max_(1.0)).mean((1, 2))
     return total / max(1, len(queries.layers))
 
 

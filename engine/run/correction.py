@@ -51,7 +51,7 @@ class Correction:
             pool: K and V.
             queries: The stored queries beside them.
             spec: The model's geometry.
-            bound: Mean staleness of the slid tokens that may be left.
+            bound: Staleness from which on a token is corrected.
             cap_share: Most of the slid tokens that are chosen, as a share.
         """
         self._token_ids = token_ids
@@ -94,23 +94,12 @@ class Correction:
             result: np.ndarray = paid.cpu().numpy()
             return result
 
-        gone = self._gone()
-        fresh = plan.fresh_tokens()
-        new = fresh[fresh < slid[-1]]
+        same = common_prefix_tokens(self._token_ids, donor.token_ids)
+        gone = _others(donor_tokens, same)
+        new = _others(slid, same)
         return mass(
-            Keys(gone, donor.positions[gone], donor.table, device),
-            donor_tokens,
-            donor.positions[donor_tokens],
-            bounded=False,
-        ) + mass(Keys(new, plan.positions[new], self._assembly.table, device), slid, plan.positions[slid], bounded=True)
-
-    def _gone(self) -> np.ndarray:
-        """(n,) int64: the donor's tokens before the last that slides which the prompt has no longer."""
-        kept = np.zeros(len(self._donor), dtype=np.bool_)
-        kept[: common_prefix_tokens(self._token_ids, self._donor.token_ids)] = True
-        for span in self._spans:
-            kept[_source_tokens(span)] = True
-        return np.flatnonzero(~kept[: _source_tokens(self._spans[-1])[-1]])
+            Keys(gone, donor.table, device), donor_tokens, donor.positions[donor_tokens], bounded=False
+        ) + mass(Keys(new, self._assembly.table, device), slid, plan.positions[slid], bounded=True)
 
 
 def _donor(spans: list[Span], sequences: Mapping[int, CachedSequence]) -> CachedSequence:
@@ -119,6 +108,13 @@ def _donor(spans: list[Span], sequences: Mapping[int, CachedSequence]) -> Cached
     (source,) = sources
     assert source is not None
     return sequences[source]
+
+
+def _others(tokens: np.ndarray, same: int) -> np.ndarray:
+    """(n,) int64: what stands before the last of the slid tokens, neither slid itself nor in the common prefix."""
+    others = np.arange(tokens[-1]) >= same
+    others[tokens[:-1]] = False
+    return np.flatnonzero(others)
 
 
 def _source_tokens(span: Span) -> np.ndarray:

@@ -99,7 +99,6 @@ class _Steps:
         """Slides what no pass has slid."""
         for layer_idx in range(self._slid_layers, self._forward.num_layers):
             self._before_layer(layer_idx)
-        self._assembly.finish()
 
     def _before_layer(self, layer_idx: int) -> None:
         self._check()

@@ -207,8 +207,9 @@ class Runner:
             max_hops=self._config.max_hops,
             share_slid=self._config.share_slid,
         )
-        lesser: dict[PolicyName, PolicyName] = {"slide": "prefix", "prefix": "recompute"}
-        attempt: PolicyName = policy
+        lesser: dict[PolicyName, PolicyName] = {"slide": "prefix", "head": "prefix", "prefix": "recompute"}
+        # Where a model leaves no room for stored queries, staleness is unknown.
+        attempt: PolicyName = "head" if policy == "slide" and not self._queries.layers else policy
         fallback: str | None = None
         while True:
             plan = make_plan(attempt, request)

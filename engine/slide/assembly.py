@@ -100,10 +100,12 @@ class Assembly:
             raise
 
     def slide(self, layer_idx: int) -> None:
-        """Copies the reused K and V of one layer into place, keys turned to their new positions."""
+        """Copies one layer's reused K and V into place, keys turned to their new positions, and its stored queries."""
         layer = self._pool.layer(layer_idx)
         kv_heads = layer.shape[1] // 2
         for move in self._moves:
+            if self._queries.wants(layer_idx):
+                self._queries.move(layer_idx, move.source, move.target)
             kv = move.source.read(layer)
             if move.rotation is None:
                 move.target.write(layer, kv)
@@ -111,17 +113,11 @@ class Assembly:
             move.target.write(layer[:, :kv_heads], rotate_keys(kv[:, :kv_heads], move.rotation, self._rope))
             move.target.write(layer[:, kv_heads:], kv[:, kv_heads:])
 
-    def finish(self) -> None:
-        """Moves the stored queries and forgets the moves, once every layer has been slid."""
-        for move in self._moves:
-            self._queries.move(move.source, move.target)
-        self._moves = []
-
     def correct(self, tokens: np.ndarray) -> np.ndarray:
         """Makes room for slid tokens to be computed again: a page that others read too is copied first.
 
         Args:
-            tokens: (n,) int64, increasing: slid tokens that were chosen. Nothing has overwritten them yet.
+            tokens: (n,) int64, increasing: slid tokens that were chosen, once every layer has been slid.
 
         Returns:
             (n,) int64: those that can be written; the pool may be too full to copy a page.
@@ -145,7 +141,8 @@ class Assembly:
         source, target = (Slots(number * PAGE_TOKENS + first, self._device) for number in (page, own))
         for layer in self._pool.kv:
             target.write(layer, source.read(layer))
-        self._queries.move(source, target)
+        for layer_idx in self._queries.layers:
+            self._queries.move(layer_idx, source, target)
         self.table.pages[page_idx] = own
         self._pool.release([page])
         return True

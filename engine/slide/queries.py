@@ -18,6 +18,7 @@ MAX_SHARE = 0.15
 """Most bytes that stored queries may take, as a share of the K and V beside them."""
 
 _BYTES_BESIDE = 2 + 4  # scale and log-sum-exp of one head
+_SCALES = (2.0**-24, 65504.0)  # what float16 holds, without zero
 
 
 def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
@@ -26,7 +27,7 @@ def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
     Layer 0 is never one of them: its keys depend on the token alone. Nor is the last, which not every row enters.
     Layers that see everything are preferred to those with a sliding window.
     """
-    inner = range(1, max(spec.num_layers - 1, 2))
+    inner = range(1, spec.num_layers - 1)
     usable = [layer for layer in inner if spec.windows[layer] is None] or list(inner)
     bytes_per_probe = spec.num_heads * (spec.head_dim + _BYTES_BESIDE)
     affordable = int(MAX_SHARE * spec.kv_bytes_per_token(kv_dtype) / bytes_per_probe)
@@ -64,9 +65,9 @@ class StoredQueries:
             lse: (rows, heads) float32: log of the sum of the exponentials of each row's scaled scores.
         """
         probe = self._probe_of[layer_idx]
-        scale = query.abs().amax(-1).float().clamp_min_(1e-6).div_(127)
-        slots.write(self._values[probe], (query / scale.unsqueeze(-1)).round_().to(torch.int8))
-        slots.write(self._scales[probe], scale.to(torch.float16))
+        scale = query.abs().amax(-1).float().div_(127).clamp_(*_SCALES).to(torch.float16)
+        slots.write(self._values[probe], (query.float() / scale.float().unsqueeze(-1)).round_().to(torch.int8))
+        slots.write(self._scales[probe], scale)
         slots.write(self._lse[probe], lse)
 
     def read(self, layer_idx: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,8 +76,8 @@ class StoredQueries:
         values = self._values[probe].index_select(0, slots).float()
         return values * self._scales[probe].index_select(0, slots).float().unsqueeze(-1), self._lse[probe][slots]
 
-    def move(self, source: Slots, target: Slots) -> None:
-        """Copies all probes of some slots to others that do not overlap them."""
+    def move(self, layer_idx: int, source: Slots, target: Slots) -> None:
+        """Copies what some slots hold of a probe layer to others that do not overlap them."""
+        probe = self._probe_of[layer_idx]
         for stored in (self._values, self._scales, self._lse):
-            for probe in stored:
-                target.write(probe, source.read(probe))
+            target.write(stored[probe], source.read(stored[probe]))
