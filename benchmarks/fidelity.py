@@ -16,11 +16,15 @@ POLICIES: tuple[PolicyName, ...] = ("recompute", "prefix", "slide")
 
 
 def divergence(limit: int | None) -> dict[str, Any]:
-    """Per family: mean KL(full ‖ slide) in nats over the answer's tokens, float32, and the share computed."""
+    """How far `slide` is from a full prefill, per family of prompts, in float32.
+
+    KL(full ‖ slide) in nats over the answer's tokens; the share of the prompt's tokens computed and of the slid ones
+    corrected; the mean change of the old value's log-probability where there is one (its leak).
+    """
     results: dict[str, Any] = {}
     with Engine.load(EngineConfig(dtype="float32")) as engine:
         for family in FAMILIES:
-            kls, shares, leaks = [], [], []
+            kls, shares, corrected, leaks = [], [], [], []
             pairs = turns(family, limit)
             for number, pair in enumerate(pairs):
                 session = f"{family}-{number}"
@@ -32,13 +36,15 @@ def divergence(limit: int | None) -> dict[str, Any]:
                     leaks.append(_leak(engine, pair.second, pair.old_value, session))
                 receipt = engine.generate(pair.second, SamplingParams(max_tokens=1), session=session).receipt
                 shares.append(receipt.computed_tokens / receipt.prompt_tokens)
+                corrected.append(receipt.corrected_tokens / max(1, receipt.slid_tokens))
                 engine.forget(session)
             results[family] = {
                 "prompts": len(pairs),
                 "mean_kl": mean(kls),
                 "median_kl": median(kls),
                 "max_kl": max(kls),
-                "computed_share": mean(shares),
+                "computed": mean(shares),
+                "corrected": mean(corrected),
                 "leak": mean(leaks) if leaks else None,
             }
     return results

@@ -34,7 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recompute": {"policy": "recompute"},
     "prefix": {"policy": "prefix"},
     "slide, no correction": {"policy": "slide", "correction_share": 0.0},
-    "slide, head correction": {"policy": "slide"},
+    "head, 10 % corrected": {"policy": "head", "correction_share": 0.10},
+    "slide": {"policy": "slide"},
 }
 
 

@@ -62,7 +62,8 @@ def time_to_first_token(repeats: int) -> dict[str, Any]:
         "recompute": {"policy": "recompute"},
         "prefix": {"policy": "prefix"},
         "slide, no correction": {"policy": "slide", "correction_share": 0.0},
-        "slide, head correction": {"policy": "slide"},
+        "head, 10 % corrected": {"policy": "head", "correction_share": 0.10},
+        "slide": {"policy": "slide"},
     }
     times: dict[str, list[float]] = {name: [] for name in settings}
     counts: dict[str, dict[str, int]] = {}
