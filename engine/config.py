@@ -69,7 +69,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: DtypeName = "auto"
     policy: PolicyName = "slide"
-    correction_share: float = 0.26
+    correction_share: float = 0.15
     staleness_bound: float = 0.01
     min_slide_tokens: int = PAGE_TOKENS
     max_hops: int = 20

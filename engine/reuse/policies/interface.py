@@ -30,7 +30,7 @@ class PlanRequest:
     prompt: EncodedPrompt
     session: str | None
     sequences: Sequence[CachedSequence]
-    correction_share: float = 0.26
+    correction_share: float = 0.15
     min_slide_tokens: int = 16
     max_hops: int = 20
     share_slid: bool = False
