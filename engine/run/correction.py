@@ -97,9 +97,10 @@ class Correction:
         same = common_prefix_tokens(self._token_ids, donor.token_ids)
         gone = _others(donor_tokens, same)
         new = _others(slid, same)
-        return mass(
-            Keys(gone, donor.table, device), donor_tokens, donor.positions[donor_tokens], bounded=False
-        ) + mass(Keys(new, self._assembly.table, device), slid, plan.positions[slid], bounded=True)
+        gone_mass = mass(Keys(gone, donor.table, device), donor_tokens, donor.positions[donor_tokens], bounded=False)
+        new_mass = mass(Keys(new, self._assembly.table, device), slid, plan.positions[slid], bounded=True)
+        owed: np.ndarray = gone_mass + new_mass
+        return owed
 
 
 def _donor(spans: list[Span], sequences: Mapping[int, CachedSequence]) -> CachedSequence:
