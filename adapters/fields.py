@@ -45,7 +45,8 @@ class ModelFields(BaseModel):
     device: str = "auto"
     dtype: DtypeName = "auto"
     policy: PolicyName = "slide"
-    correction_share: float = 0.10
+    correction_share: float = 0.15
+    staleness_bound: float = 0.01
     min_slide_tokens: int = 16
     max_hops: int = 20
     share_slid: bool = False

@@ -22,6 +22,7 @@ from cacheslide_agents.engine.model.loading import load_model
 from cacheslide_agents.engine.run.forward import Forward
 from cacheslide_agents.engine.slide.block_table import BlockTable
 from cacheslide_agents.engine.slide.pages import PagePool
+from cacheslide_agents.engine.slide.queries import StoredQueries
 
 from .workload import Turns, sized_turns
 
@@ -99,7 +100,8 @@ def scattered_pages(repeats: int) -> dict[str, Any]:
     num_pages = -(-SCATTERED_TOKENS // PAGE_TOKENS)
     pool = PagePool(decoder.spec, 2 * num_pages, decoder.dtype, decoder.device)
     pool.kv.normal_(generator=torch.Generator().manual_seed(0))
-    forward = Forward(decoder, pool, select_attention("auto", decoder.device, decoder.dtype))
+    queries = StoredQueries(decoder.spec, 2 * num_pages * PAGE_TOKENS, decoder.dtype, decoder.device)
+    forward = Forward(decoder, pool, queries, select_attention("auto", decoder.device, decoder.dtype))
     tables = {"contiguous": BlockTable(range(num_pages)), "scattered": BlockTable(range(0, 2 * num_pages, 2))}
     token = np.array([SCATTERED_TOKENS - 1])
     times: dict[str, list[float]] = {name: [] for name in tables}
