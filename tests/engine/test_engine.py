@@ -61,22 +61,28 @@ class TestReuse:
         assert 0 < receipt.exact_tokens < receipt.prompt_tokens
         assert receipt.slid_tokens == 0
 
+    @pytest.mark.parametrize("policy", ["head", "slide"])
     @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
-    def test_slide_equals_recompute_when_every_slid_token_is_corrected(self, family):
-        with tiny_engine(family, correction_share=1.0, staleness_bound=0.0) as engine:
+    def test_slide_equals_recompute_when_every_slid_token_is_corrected(self, family, policy):
+        with tiny_engine(family, policy=policy, correction_share=1.0, staleness_bound=0.0) as engine:
             engine.generate(first_turn(), FEW, session="s")
             full = engine.logits(second_turn(), ANSWER, session="s", policy="recompute")
-            slid = engine.logits(second_turn(), ANSWER, session="s", policy="slide")
+            slid = engine.logits(second_turn(), ANSWER, session="s")
             torch.testing.assert_close(slid, full, atol=1e-4, rtol=0)
             receipt = engine.generate(second_turn(), FEW, session="s").receipt
             assert receipt.corrected_tokens == receipt.slid_tokens > 0
 
-    def test_slide_reuses_the_suffix_when_the_update_changes_length(self, engine):
-        engine.generate(first_turn(), FEW, session="s")
-        receipt = engine.generate(second_turn(), FEW, session="s").receipt
-        history_tokens = engine.count_tokens(HISTORY)
+    @pytest.mark.parametrize("policy", ["head", "slide"])
+    def test_the_suffix_is_reused_when_the_update_changes_length(self, policy):
+        with tiny_engine(policy=policy, correction_share=0.1) as engine:
+            engine.generate(first_turn(), FEW, session="s")
+            receipt = engine.generate(second_turn(), FEW, session="s").receipt
+            history_tokens = engine.count_tokens(HISTORY)
         assert receipt.slid_tokens > 0.9 * history_tokens
-        assert receipt.corrected_tokens == pytest.approx(0.1 * receipt.slid_tokens, abs=2)
+        if policy == "head":
+            assert receipt.corrected_tokens == pytest.approx(0.1 * receipt.slid_tokens, abs=2)
+        else:
+            assert 0 < receipt.corrected_tokens <= 0.1 * receipt.slid_tokens + 1
         assert receipt.exact_tokens + receipt.slid_tokens + receipt.fresh_tokens == receipt.prompt_tokens
         assert receipt.cache_read_tokens == receipt.exact_tokens + receipt.slid_tokens - receipt.corrected_tokens
 
@@ -126,13 +132,15 @@ class TestReuse:
         receipt = engine.generate(first_turn(), FEW, session="s").receipt
         assert receipt.computed_tokens == 1
 
-    def test_taint_is_carried_when_a_slid_turn_is_continued(self, engine):
-        engine.generate(first_turn(), FEW, session="s")
-        output = engine.generate(second_turn(), FEW, session="s")
+    @pytest.mark.parametrize("policy", ["head", "slide"])
+    def test_taint_is_carried_when_a_slid_turn_is_continued(self, engine, policy):
+        engine.generate(first_turn(), FEW, session="s", policy=policy)
+        output = engine.generate(second_turn(), FEW, session="s", policy=policy)
         longer = Prompt([*second_turn().segments, Segment.suffix(output.text + "\nuser: and now?\nassistant:")])
-        receipt = engine.generate(longer, FEW, session="s").receipt
+        receipt = engine.generate(longer, FEW, session="s", policy=policy).receipt
         assert receipt.slid_tokens > 0, "what was computed after a slid token is tainted"
-        assert receipt.corrected_tokens == 0, "nothing changed, so nothing is corrected"
+        if policy == "head":
+            assert receipt.corrected_tokens == 0, "nothing changed, so nothing is corrected"
         exact = engine.generate(longer, FEW, session="other", policy="prefix").receipt
         assert exact.exact_tokens <= engine.count_tokens(SYSTEM + NEW) + 16, "prefix never reads tainted pages"
 
@@ -213,12 +221,14 @@ class TestLimits:
             receipt = engine.generate(prompt, FEW, session="s11").receipt
             assert receipt.computed_tokens == 1, "the most recent one is still there"
 
-    def test_reuse_falls_back_when_donor_and_prompt_do_not_fit(self):
+    @pytest.mark.parametrize("policy", ["head", "slide"])
+    def test_reuse_falls_back_when_donor_and_prompt_do_not_fit(self, policy):
         with tiny_engine() as probe:
             tokens = len(second_turn().token_ids(probe.tokenizer))
         with tiny_engine(pool_tokens=tokens + 64) as engine:
             engine.generate(first_turn(), FEW, session="s")
-            receipt = engine.generate(second_turn(), FEW, session="s").receipt
+            receipt = engine.generate(second_turn(), FEW, session="s", policy=policy).receipt
+            assert receipt.policy == policy
             assert receipt.fallback is not None and "pool_tokens" in receipt.fallback
             assert receipt.slid_tokens == 0
 

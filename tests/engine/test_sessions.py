@@ -69,14 +69,15 @@ TURNS = st.builds(
     session=st.sampled_from([0, 0, 0, 0, 0, 1, 2]),
     namespace=st.sampled_from(["a"] * 6 + ["b"]),
     edits=st.lists(EDITS, min_size=1, max_size=3),
-    policy=st.sampled_from([None, None, None, None, "prefix", "recompute"]),
+    policy=st.sampled_from([None, None, None, None, "head", "prefix", "recompute"]),
     max_tokens=st.integers(1, 18),
     compare=st.booleans(),
     forget=st.sampled_from([False] * 9 + [True]),
 )
 SETTINGS = st.fixed_dictionaries(
     {
-        "correction_share": st.sampled_from([0.0, 0.1, 1.0]),
+        "correction_share": st.sampled_from([0.0, 0.1, 0.4, 1.0]),
+        "staleness_bound": st.sampled_from([0.0, 0.01, 0.2]),
         "min_slide_tokens": st.sampled_from([5, 2, 1, 5, 16, 64]),
         "max_hops": st.sampled_from([20, 2, 1, 0]),
         "share_slid": st.booleans(),
@@ -159,9 +160,13 @@ class Script:
             return
         prefix = self.watched.logits(prompt, CONTINUATION, policy="prefix", **call)
         torch.testing.assert_close(prefix, full, atol=1e-3, rtol=0)
-        slid = self.watched.logits(prompt, CONTINUATION, policy="slide", **call)
-        if self.engine.config.correction_share == 1.0:
-            torch.testing.assert_close(slid, full, atol=1e-3, rtol=0)
+        config = self.engine.config
+        for policy, corrects_all in (("head", True), ("slide", config.staleness_bound == 0.0)):
+            slid = self.watched.logits(prompt, CONTINUATION, policy=policy, **call)
+            if self.watched.corrected_all:
+                torch.testing.assert_close(slid, full, atol=1e-3, rtol=0)
+            else:
+                assert not (corrects_all and config.correction_share == 1.0 and self.watched.had_room)
 
     def finish(self) -> None:
         for session in ("s0", "s1", None):

@@ -40,9 +40,10 @@ def test_logits_are_the_models_own_when_nothing_is_reused(family):
         torch.testing.assert_close(engine.logits(prompt, ANSWER), own.float(), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("policy", ["head", "slide"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_correction_equals_recompute_when_the_update_changes(family):
-    with gpu_engine(family, correction_share=1.0, staleness_bound=0.0) as engine:
+def test_full_correction_equals_recompute_when_the_update_changes(family, policy):
+    with gpu_engine(family, policy=policy, correction_share=1.0, staleness_bound=0.0) as engine:
         engine.generate(Prompt([SYSTEM, OLD, HISTORY]), FEW, session="s")
         prompt = Prompt([SYSTEM, NEW, HISTORY, QUERY])
         full = engine.logits(prompt, ANSWER, session="s", policy="recompute")

@@ -2,7 +2,7 @@
 
 Contract: sequence i has query rows [cu_seqlens_q[i], cu_seqlens_q[i + 1]) and cu_seqlens_k[i + 1] - cu_seqlens_k[i]
 keys, read block by block; the causal mask is aligned to the bottom right; `window_size` counts keys to the left and
-right of the aligned diagonal, −1 for no limit.
+right of the aligned diagonal, −1 for no limit. With `return_attn_probs` the log-sum-exp is returned too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     *,
     block_table: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     assert block_table is not None and softmax_scale is not None and causal
-    assert dropout_p == softcap == 0.0 and alibi_slopes is None and not deterministic and not return_attn_probs
+    assert dropout_p == softcap == 0.0 and alibi_slopes is None and not deterministic
     for index in (cu_seqlens_q, cu_seqlens_k, block_table):
         assert index.dtype == torch.int32 and index.is_contiguous()
     for tensor in (q, k, v):
@@ -43,6 +43,7 @@ def flash_attn_varlen_func(
     assert int(cu_seqlens_q[-1]) == len(q) and block_table.shape[0] == len(row_counts)
 
     out = torch.empty_like(q)
+    lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32)
     group = q.shape[1] // k.shape[2]
     left, right = window_size
     for idx, (rows, keys) in enumerate(zip(row_counts, key_counts, strict=True)):
@@ -56,6 +57,8 @@ def flash_attn_varlen_func(
             hidden |= ahead < -left
         if right >= 0:
             hidden |= ahead > right
-        weights = (query @ key.mT * softmax_scale).masked_fill(hidden, -torch.inf).softmax(-1)
-        out[start : start + rows] = (weights @ value).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
-    return out
+        scores = (query @ key.mT * softmax_scale).masked_fill(hidden, -torch.inf)
+        lse[:, start : start + rows] = scores.logsumexp(-1).flatten(0, 1)
+        out[start : start + rows] = (scores.softmax(-1) @ value).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+    # Without dropout the kernel gives no probabilities, only the log-sum-exp, (heads, rows) as the rows are packed.
+    return (out, lse, None) if return_attn_probs else out

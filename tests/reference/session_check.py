@@ -2,7 +2,8 @@
 
 Exact tokens must be the donor's bit for bit, slid ones the donor's moved by complex numbers in float64, computed ones
 what their layer gives over the K and V stored before them (dense attention), and the untainted prefix what a prefill
-of nothing else gives. Slots that nobody owns are filled with NaN, so that reading one shows.
+of nothing else gives. Stored queries must be those that a token had when it was computed, and only tokens that slid
+without correction may be stale. Slots that nobody owns are filled with NaN, so that reading one shows.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ from cacheslide_agents.engine.run.request import Output
 from cacheslide_agents.engine.run.sequence import RunningSequence
 from cacheslide_agents.engine.slide.block_table import BlockTable
 from tests.reference.complex_rope import rotate_directly
-from tests.reference.dense_attention import dense_attention
+from tests.reference.dense_attention import dense_attention, dense_lse
+
+Asked = dict[int, tuple[Tensor, Tensor]]
+"""By probe layer: queries (tokens, heads, head_dim) and their log-sum-exps (tokens, heads)."""
 
 
 @dataclass
 class _Held:
-    """What a cached sequence held before a turn: K and V (layers, tokens, 2 * kv_heads, head_dim), positions, hops."""
+    """What a cached sequence held before a turn: K and V (layers, tokens, 2 * kv_heads, head_dim) and beside them."""
 
     kv: Tensor
+    asked: Asked
     positions: np.ndarray
     hops: np.ndarray
+    query_positions: np.ndarray
+    staleness: np.ndarray
 
 
 class WatchedEngine:
@@ -43,19 +50,20 @@ class WatchedEngine:
         self.engine = engine
         self._runner: Any = engine._runner
         self._plan: Plan | None = None
-        self._computed: tuple[RunningSequence, Tensor] | None = None
-        assemble, remember = self._runner._assemble, self._runner._remember
+        self._computed: tuple[RunningSequence, Tensor, Asked] | None = None
+        prefill, remember = self._runner._prefill, self._runner._remember
 
-        def noting_assemble(*args: Any, **kwargs: Any) -> Any:
-            result = assemble(*args, **kwargs)
+        def noting_prefill(*args: Any, **kwargs: Any) -> Any:
+            result = prefill(*args, **kwargs)
             self._plan = result[0]
             return result
 
         def noting_remember(request: Any, space: Any, header: Any, sequence: RunningSequence, answer: Any) -> None:
-            self._computed = (sequence, self._kv(sequence.table, sequence.num_tokens))
+            table, num_tokens = sequence.table, sequence.num_tokens
+            self._computed = (sequence, self._kv(table, num_tokens), self._asked(table, num_tokens))
             remember(request, space, header, sequence, answer)
 
-        for name, noting in (("_assemble", noting_assemble), ("_remember", noting_remember)):
+        for name, noting in (("_prefill", noting_prefill), ("_remember", noting_remember)):
             setattr(self._runner, name, noting)
 
     def turn(self, prompt: Prompt, params: SamplingParams, **call: Any) -> Output:
@@ -81,21 +89,39 @@ class WatchedEngine:
         self.check_pages()
         return logits
 
+    @property
+    def corrected_all(self) -> bool:
+        """Whether the last call corrected everything that slid."""
+        assert self._plan is not None
+        return bool(np.array_equal(self._plan.corrected, self._plan.slid_tokens()))
+
+    @property
+    def had_room(self) -> bool:
+        """Whether the pool holds the last call's donors, its prompt and a copy of each page of that."""
+        assert self._plan is not None
+        donors = {span.source for span in self._plan.spans if span.source is not None}
+        pages = [page for donor in donors for page in self._runner.index.get(donor).table.pages]
+        own = -(-self._plan.num_tokens // PAGE_TOKENS)
+        return len(pages) + 2 * own <= int(self._runner.pool.num_pages)
+
     def poison(self) -> None:
         """Fills with NaN what no sequence has written."""
         pool = self._runner.pool
         owned = np.zeros(pool.kv.shape[1], dtype=np.bool_)
         for sequence in self._sequences():
             owned[sequence.table.slots(np.arange(len(sequence)))] = True
-        pool.kv[:, torch.from_numpy(np.flatnonzero(~owned))] = torch.nan
+        unowned, queries = torch.from_numpy(np.flatnonzero(~owned)), self._runner._queries
+        for stored in (pool.kv, queries._scales, queries._lse):
+            stored[:, unowned] = torch.nan
 
     def check_kept(self, before: dict[int, _Held]) -> None:
         """Sequences of earlier turns hold what they held."""
         for sequence in self._sequences():
             if sequence.id in before:
-                assert torch.equal(self._kv(sequence.table, len(sequence)), before[sequence.id].kv), (
-                    "a page was written"
-                )
+                held = before[sequence.id]
+                assert torch.equal(self._kv(sequence.table, len(sequence)), held.kv), "a page was written"
+                for layer_idx, asked in self._asked(sequence.table, len(sequence)).items():
+                    assert all(map(torch.equal, asked, held.asked[layer_idx])), "a stored query was written"
 
     def check_pages(self) -> None:
         """Every page has as many owners as sequences hold it; the others are free."""
@@ -123,18 +149,23 @@ class WatchedEngine:
         assert counts["slid"] + counts["corrected"] == receipt.slid_tokens
         assert counts["fresh"] == receipt.fresh_tokens
         assert receipt.cache_read_tokens + receipt.computed_tokens == receipt.prompt_tokens
+        assert self._computed is not None
+        owed = self._computed[0].staleness[plan.slid_tokens()]
+        assert abs(receipt.staleness - (owed.mean() if len(owed) else 0.0)) < 1e-6
         assert receipt.generated_tokens == len(output.token_ids)
         assert output.token_ids and receipt.prompt_tokens + len(output.token_ids) <= self.engine.context_tokens
 
     def _check_computed(self, before: dict[int, _Held]) -> None:
         assert self._computed is not None and self._plan is not None
-        (sequence, kv), plan = self._computed, self._plan
+        (sequence, kv, asked), plan = self._computed, self._plan
         assert kv.isfinite().all(), "unwritten slots were read"
         kv_heads = kv.shape[2] // 2
         rope = self._runner._decoder.spec.rope
         corrected = np.zeros(len(kv[0]), dtype=np.bool_)
         corrected[plan.corrected] = True
         active = np.ones(len(kv[0]), dtype=np.bool_)
+        stale = np.zeros(len(kv[0]), dtype=np.bool_)
+        assert (sequence.staleness >= 0.0).all() and (sequence.staleness <= 1.0).all()
         for span in plan.spans:
             if span.source is None or span.source_start is None:
                 continue
@@ -145,6 +176,15 @@ class WatchedEngine:
             moved = sequence.positions[kept] - donor.positions[source]
             hops = donor.hops[source] + (moved != 0)
             assert (sequence.hops[kept] == hops).all() and (hops <= self.engine.config.max_hops).all()
+            for layer_idx, stored in asked.items():
+                for own, theirs in zip(stored, donor.asked[layer_idx], strict=True):
+                    assert torch.equal(own[kept], theirs[source]), f"queries of {span}"
+            assert (sequence.query_positions[kept] == donor.query_positions[source]).all()
+            if plan.selects and span.treatment == "slid":
+                assert (sequence.staleness[kept] >= donor.staleness[source]).all(), "a debt was forgotten"
+            else:
+                assert (sequence.staleness[kept] == donor.staleness[source]).all()
+            stale[kept] = span.treatment == "slid"
             assert torch.equal(kv[:, kept, kv_heads:], donor.kv[:, source, kv_heads:]), f"values of {span}"
             if span.treatment == "exact":
                 assert not moved.any() and torch.equal(kv[:, kept], donor.kv[:, source]), f"keys of {span}"
@@ -152,17 +192,24 @@ class WatchedEngine:
             keys = rotate_directly(donor.kv[:, source, :kv_heads].flatten(0, 1), turns, rope.inv_freq, 1.0)
             torch.testing.assert_close(kv[:, kept, :kv_heads].flatten(0, 1).double(), keys, atol=1e-4, rtol=1e-4)
         assert (sequence.hops[active] == 0).all()
-        self._check_active(sequence, kv, np.flatnonzero(active))
+        assert (sequence.query_positions[active] == sequence.positions[active]).all()
+        assert not sequence.staleness[~stale].any(), "exact, fresh and corrected tokens owe nothing"
+        self._check_active(sequence, kv, asked, np.flatnonzero(active))
         untainted = sequence.exact_tokens
         if untainted:
             own = torch.full_like(kv[:, :untainted], torch.nan)
             self._walk(sequence, own, np.arange(untainted), store=True)
             torch.testing.assert_close(kv[:, :untainted], own, atol=1e-3, rtol=1e-3)
 
-    def _check_active(self, sequence: RunningSequence, kv: Tensor, tokens: np.ndarray) -> None:
+    def _check_active(self, sequence: RunningSequence, kv: Tensor, asked: Asked, tokens: np.ndarray) -> None:
         stored = kv.clone()
         computed = self._walk(sequence, stored, tokens, store=False)
         torch.testing.assert_close(kv[:, torch.from_numpy(tokens)], computed, atol=1e-3, rtol=1e-3)
+        for layer_idx, (queries, lse) in asked.items():
+            query, sums = self._last_asked[layer_idx]
+            error = (queries[torch.from_numpy(tokens)] - query).abs()
+            assert (error <= query.abs().amax(-1, keepdim=True) * 0.51 / 127 + 1e-3).all(), "eight bits are kept"
+            torch.testing.assert_close(lse[torch.from_numpy(tokens)], sums.float(), atol=1e-3, rtol=1e-3)
 
     @torch.inference_mode()
     def _walk(self, sequence: RunningSequence, kv: Tensor, tokens: np.ndarray, *, store: bool) -> Tensor:
@@ -172,6 +219,7 @@ class WatchedEngine:
         rotary = decoder.rotary(torch.from_numpy(sequence.positions[tokens]))
         in_order = BlockTable(range(-(-kv.shape[1] // PAGE_TOKENS)))
         layers = []
+        self._last_asked: Asked = {}
         for layer_idx in range(decoder.spec.num_layers):
             query, own = decoder.project(layer_idx, hidden, rotary)
             layers.append(own.clone())
@@ -180,6 +228,9 @@ class WatchedEngine:
             window = decoder.spec.windows[layer_idx]
             scale = decoder.spec.attention_scale
             attended = dense_attention(query, kv[layer_idx], in_order, tokens, scale, window)
+            if self._runner._queries.wants(layer_idx):
+                lse = dense_lse(query, kv[layer_idx], in_order, tokens, scale, window)
+                self._last_asked[layer_idx] = (query.clone(), lse)
             hidden = decoder.finish(layer_idx, hidden, attended.to(hidden.dtype))
         self._last_hidden = hidden
         return torch.stack(layers)
@@ -187,7 +238,7 @@ class WatchedEngine:
     def _check_answer(self, output: Output) -> None:
         """Greedy answers: each token is the best one after the stored K and V (up to rounding)."""
         assert self._computed is not None
-        sequence, kv = self._computed
+        sequence, kv, _ = self._computed
         num_prompt = output.receipt.prompt_tokens
         tokens = np.arange(num_prompt - 1, sequence.num_tokens)
         assert sequence.token_ids[num_prompt:].tolist() == list(output.token_ids[: len(tokens) - 1])
@@ -198,8 +249,19 @@ class WatchedEngine:
         assert (logits.amax(-1) - chosen < 1e-2).all(), "not the greedy answer"
 
     def _held(self, sequence: CachedSequence) -> _Held:
-        kv = self._kv(sequence.table, len(sequence))
-        return _Held(kv, sequence.positions.copy(), sequence.hops.astype(np.int64))
+        return _Held(
+            kv=self._kv(sequence.table, len(sequence)),
+            asked=self._asked(sequence.table, len(sequence)),
+            positions=sequence.positions.copy(),
+            hops=sequence.hops.astype(np.int64),
+            query_positions=sequence.query_positions.copy(),
+            staleness=sequence.staleness.copy(),
+        )
+
+    def _asked(self, table: BlockTable, num_tokens: int) -> Asked:
+        queries, slots = self._runner._queries, torch.from_numpy(table.slots(np.arange(num_tokens)))
+        assert queries.layers, "a model under test stores queries"
+        return {layer_idx: queries.read(layer_idx, slots) for layer_idx in queries.layers}
 
     def _kv(self, table: Any, num_tokens: int) -> Tensor:
         pool: Tensor = self._runner.pool.kv

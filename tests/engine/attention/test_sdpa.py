@@ -16,7 +16,7 @@ from cacheslide_agents.engine.attention.kernels import kernel_for, plain
 from cacheslide_agents.engine.attention.products import attend_by_products, products_pay
 from cacheslide_agents.engine.attention.sdpa import SdpaAttention
 from cacheslide_agents.engine.slide.block_table import BlockTable
-from tests.reference.dense_attention import dense_attention
+from tests.reference.dense_attention import dense_attention, dense_lse
 from tests.reference.flash_varlen import flash_attn_varlen_func
 
 CPU = torch.device("cpu")
@@ -25,10 +25,10 @@ CPU = torch.device("cpu")
 class ProductAttention(SdpaAttention):
     """Matrix products for any dtype and number of rows."""
 
-    def attend(self, query, kv, layout, *, scale, window):
+    def attend(self, query, kv, layout, *, scale, window, lse=None):
         groups = groups_for(layout, window, query.dtype, query.device)
         keys, first_key = self._reader.read(kv, layout, groups.first_key)
-        return attend_by_products(query, keys, groups, first_key, scale)
+        return attend_by_products(query, keys, groups, first_key, scale, lse)
 
 
 CONTIGUOUS = list(range(3, 53))
@@ -62,9 +62,9 @@ def pool(heads: int = 4, dtype: torch.dtype = torch.float32) -> tuple[torch.Tens
     return kv, query
 
 
-def attend(attention: Attention, query, kv, pages, tokens, window=None):
+def attend(attention: Attention, query, kv, pages, tokens, window=None, lse=None):
     layout = attention.layout(BlockTable(pages), tokens)
-    return attention.attend(query[tokens], kv, layout, scale=0.25, window=window)
+    return attention.attend(query[tokens], kv, layout, scale=0.25, window=window, lse=lse)
 
 
 @cache
@@ -91,6 +91,38 @@ def test_rows_see_what_dense_attention_sees_when_flash_runs_them_as_sequences(ro
     kv, query = pool()
     out = attend(FlashAttention(CPU, flash_attn_varlen_func), query, kv, PAGES[pages], ROWS[rows], window)
     torch.testing.assert_close(out.double(), seen_by_all(rows, window, pages), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("window", [None, 160, 33, 1])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "flash"])
+def test_sums_of_exponentials_are_told_when_they_are_asked_for(backend, rows, window, pages):
+    kv, query = pool()
+    make = BACKENDS.get(backend, lambda: FlashAttention(CPU, flash_attn_varlen_func))
+    tokens, table = ROWS[rows], BlockTable(PAGES[pages])
+    lse = torch.full((len(tokens), 4), torch.nan)
+    out = attend(make(), query, kv, PAGES[pages], tokens, window, lse)
+    expected = dense_lse(query[tokens], kv, table, tokens, 0.25, window)
+    torch.testing.assert_close(lse.double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(out, attend(make(), query, kv, PAGES[pages], tokens, window)), "asking changes no answer"
+
+
+@pytest.mark.parametrize("shared", [0.0, 20.0])
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("heads", [2, 4, 6])
+@pytest.mark.parametrize("backend", ["sdpa", "products"])
+def test_sums_of_exponentials_are_close_when_bfloat16(backend, heads, rows, window, shared):
+    kv, query = pool(heads, torch.bfloat16)
+    kv[:, :2] += shared
+    kernel = None if backend == "products" else kernel_for(CPU)
+    attention = ProductAttention(CPU) if kernel is None else SdpaAttention(CPU, kernel)
+    tokens = ROWS[rows]
+    lse = torch.full((len(tokens), heads), torch.nan)
+    attend(attention, query, kv, SCATTERED, tokens, window, lse)
+    expected = dense_lse(query[tokens], kv, BlockTable(SCATTERED), tokens, 0.25, window)
+    torch.testing.assert_close(lse.double(), expected, atol=0.05, rtol=1e-3)
 
 
 @pytest.mark.parametrize("heads", [2, 4, 6])

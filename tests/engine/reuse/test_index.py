@@ -47,6 +47,8 @@ class Shelf:
             positions=np.arange(count),
             exact_tokens=count if exact is None else exact,
             hops=np.zeros(count, dtype=np.uint8),
+            query_positions=np.arange(count),
+            staleness=np.zeros(count, dtype=np.float32),
             table=BlockTable(self.pool.allocate(-(-count // PAGE_TOKENS)) if pages is None else pages),
         )
 
@@ -153,6 +155,8 @@ def test_arrays_are_the_indexs_own_when_the_caller_goes_on_writing() -> None:
     assert sequence.token_ids.tolist() == list(range(20))
     assert sequence.token_ids.dtype == sequence.positions.dtype == np.dtype(np.int64)
     assert sequence.hops.dtype == np.dtype(np.uint8)
+    assert sequence.query_positions.dtype == np.dtype(np.int64)
+    assert sequence.staleness.dtype == np.dtype(np.float32)
     assert shelf.index.get(sequence.id) is sequence
 
 

@@ -51,7 +51,17 @@ class Agent:
         number = len(self.cached)
         self.cached.append(
             CachedSequence(
-                number, SPACE, session, every, np.arange(len(every)), exact, hops, BlockTable(), last_used=number
+                id=number,
+                space=SPACE,
+                session=session,
+                token_ids=every,
+                positions=np.arange(len(every)),
+                exact_tokens=exact,
+                hops=hops,
+                query_positions=np.arange(len(every)),
+                staleness=np.zeros(len(every), dtype=np.float32),
+                table=BlockTable(),
+                last_used=number,
             )
         )
         return request, made
@@ -86,7 +96,7 @@ def agents_turns(draw: st.DrawFn) -> list[tuple[np.ndarray, np.ndarray, str | No
                 segments[where] = np.concatenate([segments[where], segment()])
         reply = segment()
         session = draw(st.sampled_from(["a", "a", "b", None]))
-        policy = draw(st.sampled_from(["slide", "slide", "slide", "prefix", "recompute"]))
+        policy = draw(st.sampled_from(["slide", "slide", "head", "head", "prefix", "recompute"]))
         turns.append((np.concatenate(segments), reply, session, policy))
         if draw(st.booleans()):
             segments.append(reply)
@@ -116,7 +126,12 @@ def test_every_plan_is_valid_and_true_when_conversations_are_edited(
         assert made.policy == policy
         np.testing.assert_array_equal(made.positions, np.arange(len(tokens)))
         assert_sources(request, made)
-        assert_heads(request, made)
+        if policy == "head":
+            assert_heads(request, made)
+        else:
+            assert len(made.corrected) == 0
+        slides = any(span.treatment == "slid" for span in made.spans)
+        assert made.selects == (policy == "slide" and slides and request.correction_share > 0.0)
         if policy == "recompute":
             assert [span.treatment for span in made.spans] == ["fresh"]
         if policy == "prefix":
@@ -191,7 +206,7 @@ def assert_counts(made: Plan) -> None:
 
 
 def test_the_error_lists_the_policies_when_one_does_not_exist() -> None:
-    with pytest.raises(ConfigError, match="'paper' does not exist: use one of recompute, prefix, slide"):
+    with pytest.raises(ConfigError, match="'paper' does not exist: use one of recompute, prefix, head, slide"):
         plan("paper", request_for(np.arange(3), None, []))
 
 

@@ -17,18 +17,26 @@ from cacheslide_agents.engine.slide import assembly as assembly_module
 from cacheslide_agents.engine.slide.assembly import Assembly
 from cacheslide_agents.engine.slide.block_table import BlockTable
 from cacheslide_agents.engine.slide.pages import PagePool
+from cacheslide_agents.engine.slide.queries import StoredQueries
+from cacheslide_agents.engine.slide.slots import Slots
 
 ROPE = RopeSpec(torch.tensor([1.0, 0.1]), rotary_dim=4)
-SPEC = ModelSpec("llama", 2, 8, 2, 1, 4, 32, 2048, (None, None), ROPE, 0.5)
+SPEC = ModelSpec("llama", 6, 8, 2, 1, 4, 32, 2048, (None,) * 6, ROPE, 0.5)
+CPU = torch.device("cpu")
 SPACE = SpaceKey("default", None)
 
 
 class Cache:
-    """A pool of random K and V with cached sequences in scattered pages."""
+    """A pool of random K, V and queries with cached sequences in scattered pages."""
 
     def __init__(self, num_pages: int = 64, seed: int = 0) -> None:
         self.pool = PagePool(SPEC, num_pages, torch.float32, "cpu")
-        self.pool.kv.copy_(torch.randn(self.pool.kv.shape, generator=torch.Generator().manual_seed(seed)))
+        random, num_slots = torch.Generator().manual_seed(seed), num_pages * PAGE_TOKENS
+        self.pool.kv.copy_(torch.randn(self.pool.kv.shape, generator=random))
+        self.queries = StoredQueries(SPEC, num_slots, torch.float32, CPU)
+        (self.probe,) = self.queries.layers
+        asked, lse = (torch.randn(num_slots, 2, *rest, generator=random) for rest in ((4,), ()))
+        self.queries.write(self.probe, Slots(np.arange(num_slots), CPU), asked, lse)
         self.index = CacheIndex(self.pool)
         self.rng = np.random.default_rng(seed)
 
@@ -47,21 +55,28 @@ class Cache:
             positions=np.arange(num_tokens),
             exact_tokens=num_tokens,
             hops=np.zeros(num_tokens, dtype=np.uint8),
+            query_positions=np.arange(num_tokens) + self.rng.integers(0, 100, num_tokens),
+            staleness=self.rng.random(num_tokens, dtype=np.float32),
             table=BlockTable(pages),
         )
 
     def assembled(self, plan: Plan, sequences: dict[int, CachedSequence]) -> Assembly:
-        return Assembly(plan, sequences, self.pool, ROPE, plan.num_tokens, self.pool.allocate)
+        return Assembly(plan, sequences, self.pool, self.queries, ROPE, plan.num_tokens, self.pool.allocate)
 
     def kv_of(self, table: BlockTable, start: int, stop: int) -> torch.Tensor:
         """(layers, tokens, 2 * kv_heads, head_dim), a copy."""
         return self.pool.kv[:, torch.from_numpy(table.slots(np.arange(start, stop)))].clone()
+
+    def queries_of(self, table: BlockTable, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, heads, head_dim) and (tokens, heads), copies."""
+        return self.queries.read(self.probe, torch.from_numpy(table.slots(np.arange(start, stop))))
 
 
 def check_reused(cache: Cache, plan: Plan, sequences: dict[int, CachedSequence]) -> Assembly:
     """Carries the plan out and compares every reused token with its source, turned by one more rotation."""
     expected = []
     sources = {key: cache.kv_of(sequence.table, 0, len(sequence)) for key, sequence in sequences.items()}
+    asked = {key: cache.queries_of(sequence.table, 0, len(sequence)) for key, sequence in sequences.items()}
     for span in plan.spans:
         if span.source is not None and span.source_start is not None:
             source = slice(span.source_start, span.source_start + len(span))
@@ -74,8 +89,19 @@ def check_reused(cache: Cache, plan: Plan, sequences: dict[int, CachedSequence])
         assembly.slide(layer_idx)
     for span, kv in expected:
         torch.testing.assert_close(cache.kv_of(assembly.table, span.start, span.stop), kv, msg=f"{span} of {plan}")
+        assert span.source is not None and span.source_start is not None
+        donor, source = sequences[span.source], slice(span.source_start, span.source_start + len(span))
+        for moved, stored in zip(cache.queries_of(assembly.table, span.start, span.stop), asked[donor.id], strict=True):
+            assert torch.equal(moved, stored[source]), f"{span} asks what its source asked, unturned"
+        carried = slice(span.start, span.stop)
+        np.testing.assert_array_equal(assembly.query_positions[carried], donor.query_positions[source])
+        np.testing.assert_array_equal(assembly.staleness[carried], donor.staleness[source])
     for key, sequence in sequences.items():
         torch.testing.assert_close(cache.kv_of(sequence.table, 0, len(sequence)), sources[key], rtol=0, atol=0)
+        assert all(map(torch.equal, cache.queries_of(sequence.table, 0, len(sequence)), asked[key]))
+    fresh = plan.fresh_tokens()
+    np.testing.assert_array_equal(assembly.query_positions[fresh], plan.positions[fresh])
+    assert not assembly.staleness[fresh].any()
     return assembly
 
 
@@ -153,3 +179,62 @@ def test_no_page_is_kept_when_the_turn_of_the_keys_fails(monkeypatch: pytest.Mon
         cache.assembled(plan, {donor.id: donor})
     assert cache.pool.num_free == before
     assert cache.pool.references(donor.table.pages).tolist() == owners
+
+
+def in_place(donor: CachedSequence) -> Plan:
+    """The donor's 64 tokens, the second page edited; the last two pages slide in place and are shared."""
+    return Plan(
+        (
+            Span(0, 16, "exact", donor.id, 0),
+            Span(16, 32, "fresh"),
+            Span(32, 64, "slid", donor.id, 32, True),
+            Span(64, 65, "fresh"),
+        ),
+        np.arange(65),
+        selects=True,
+    )
+
+
+def test_a_shared_page_is_copied_when_a_token_in_it_is_corrected() -> None:
+    cache = Cache()
+    donor = cache.sequence(64)
+    before, free = cache.kv_of(donor.table, 0, 64), cache.pool.num_free
+    asked = cache.queries_of(donor.table, 0, 64)
+    assembly = check_reused(cache, in_place(donor), {donor.id: donor})
+    assert assembly.table.pages[2:4] == donor.table.pages[2:4]
+    corrected = assembly.correct(np.array([40, 41]))
+    assert corrected.tolist() == [40, 41]
+    assert assembly.table.pages[2] != donor.table.pages[2] and assembly.table.pages[3] == donor.table.pages[3]
+    torch.testing.assert_close(cache.kv_of(assembly.table, 32, 64), before[:, 32:], rtol=0, atol=0)
+    assert all(map(torch.equal, cache.queries_of(assembly.table, 32, 64), (part[32:] for part in asked)))
+    own = torch.from_numpy(assembly.table.slots(np.arange(32, 48)))
+    cache.pool.kv[:, own] = 7.0
+    cache.queries.write(cache.probe, Slots(own.numpy(), CPU), torch.ones(16, 2, 4), torch.ones(16, 2))
+    torch.testing.assert_close(cache.kv_of(donor.table, 0, 64), before, rtol=0, atol=0)
+    assert all(map(torch.equal, cache.queries_of(donor.table, 0, 64), asked))
+    for values, owed in ((assembly.hops, 0), (assembly.staleness, 0), (assembly.query_positions, corrected)):
+        assert (values[corrected] == owed).all()
+    assert (assembly.staleness[42:64] == donor.staleness[42:64]).all()
+    cache.pool.release(assembly.table.pages)
+    assert cache.pool.num_free == free and (cache.pool.references(donor.table.pages) == 1).all()
+
+
+def test_a_page_is_written_where_it_lies_when_nobody_else_reads_it() -> None:
+    cache = Cache()
+    donor = cache.sequence(64)
+    plan = Plan((Span(0, 40, "slid", donor.id, 9, True), Span(40, 41, "fresh")), np.arange(41), selects=True)
+    assembly = check_reused(cache, plan, {donor.id: donor})
+    pages = list(assembly.table.pages)
+    assert assembly.correct(np.array([0, 39])).tolist() == [0, 39]
+    assert assembly.table.pages == pages
+
+
+def test_tokens_stay_as_they_are_when_the_pool_is_too_full_to_copy_their_page() -> None:
+    cache = Cache()
+    donor = cache.sequence(64)
+    assembly = check_reused(cache, in_place(donor), {donor.id: donor})
+    held = cache.pool.allocate(cache.pool.num_free - 1)
+    assert assembly.correct(np.array([33, 34, 50])).tolist() == [33, 34]
+    assert assembly.table.pages[3] == donor.table.pages[3]
+    assert assembly.staleness[50] == donor.staleness[50] > 0
+    cache.pool.release(held)

@@ -4,30 +4,13 @@ import time
 
 import numpy as np
 
-from cacheslide_agents.engine.reuse.index import CachedSequence, SpaceKey
-from cacheslide_agents.engine.reuse.plan import PlanRequest, plan
+from cacheslide_agents.engine.reuse.index import CachedSequence
 from cacheslide_agents.engine.reuse.spans import Span
-from cacheslide_agents.engine.segments import EncodedPrompt
-from cacheslide_agents.engine.slide.block_table import BlockTable
-
-
-def cached(number: int, tokens: np.ndarray, exact: int | None = None, session: str | None = "a") -> CachedSequence:
-    count = len(tokens)
-    return CachedSequence(
-        number,
-        SpaceKey("default", None),
-        session,
-        np.asarray(tokens, dtype=np.int64),
-        np.arange(count),
-        count if exact is None else exact,
-        np.zeros(count, dtype=np.uint8),
-        BlockTable(),
-        last_used=number,
-    )
+from tests.engine.reuse.cached_text import cached, planned
 
 
 def spans(tokens: np.ndarray, *sequences: CachedSequence, session: str | None = "a") -> tuple[Span, ...]:
-    return plan("prefix", PlanRequest(EncodedPrompt(tokens, (0,), ("suffix",)), session, sequences)).spans
+    return planned("prefix", tokens, *sequences, session=session).spans
 
 
 def test_all_but_the_last_token_is_exact_when_the_prompt_repeats() -> None:

@@ -1,55 +1,15 @@
 from __future__ import annotations
 
-from itertools import count, islice
-
 import numpy as np
 import pytest
 
-from cacheslide_agents.engine.reuse.index import CachedSequence, SpaceKey
-from cacheslide_agents.engine.reuse.plan import PlanRequest, assert_valid, plan
+from cacheslide_agents.engine.reuse.index import CachedSequence
 from cacheslide_agents.engine.reuse.spans import Plan, Span
-from cacheslide_agents.engine.segments import EncodedPrompt
-from cacheslide_agents.engine.slide.block_table import BlockTable
-
-_tokens = count()
-
-
-def text(num_tokens: int) -> np.ndarray:
-    """Tokens that occur nowhere else."""
-    return np.fromiter(islice(_tokens, num_tokens), dtype=np.int64)
-
-
-def joined(*parts: np.ndarray) -> np.ndarray:
-    return np.concatenate(parts)
-
-
-def cached(
-    number: int, tokens: np.ndarray, exact: int | None = None, session: str | None = "a", hops: int = 0
-) -> CachedSequence:
-    num_tokens = len(tokens)
-    return CachedSequence(
-        number,
-        SpaceKey("default", None),
-        session,
-        tokens,
-        np.arange(num_tokens),
-        num_tokens if exact is None else exact,
-        np.full(num_tokens, hops, dtype=np.uint8),
-        BlockTable(),
-        last_used=number,
-    )
+from tests.engine.reuse.cached_text import cached, joined, planned, text
 
 
 def slide(tokens: np.ndarray, *sequences: CachedSequence, session: str | None = "a", **settings: float) -> Plan:
-    request = PlanRequest(
-        EncodedPrompt(tokens, (0,), ("suffix",)),
-        session,
-        sequences,
-        **settings,  # type: ignore[arg-type]
-    )
-    made = plan("slide", request)
-    assert_valid(made)
-    return made
+    return planned("slide", tokens, *sequences, session=session, **settings)
 
 
 def test_the_suffix_slides_when_the_memory_block_grew() -> None:
@@ -61,7 +21,6 @@ def test_the_suffix_slides_when_the_memory_block_grew() -> None:
         Span(449, 1_729, "slid", 0, 384, after_change=True),
         Span(1_729, 1_761, "fresh"),
     )
-    assert made.corrected.tolist() == list(range(449, 577))
     assert made.exact_tokens == 449
 
 
@@ -69,7 +28,7 @@ def test_everything_is_exact_when_a_conversation_only_grows() -> None:
     history, reply, message = text(300), text(40), text(25)
     made = slide(joined(history, reply, message), cached(0, joined(history, reply)))
     assert made.spans == (Span(0, 340, "exact", 0, 0), Span(340, 365, "fresh"))
-    assert len(made.corrected) == 0
+    assert not made.selects and len(made.corrected) == 0
 
 
 def test_the_rest_slides_when_a_message_in_the_middle_is_dropped() -> None:
@@ -80,7 +39,6 @@ def test_the_rest_slides_when_a_message_in_the_middle_is_dropped() -> None:
         Span(200, 500, "slid", 0, 250, after_change=True),
         Span(500, 520, "fresh"),
     )
-    assert made.corrected.tolist() == list(range(200, 230))
 
 
 def test_the_rest_slides_when_the_head_of_the_history_is_dropped() -> None:
@@ -121,7 +79,7 @@ def test_what_follows_slides_in_place_when_an_early_message_is_edited_to_equal_l
     assert made.spans[2] == Span(120, 320, "slid", 0, 120, after_change=True)
 
 
-def test_the_same_prefix_slides_without_correction_when_it_is_tainted() -> None:
+def test_the_same_prefix_slides_when_it_is_tainted() -> None:
     tokens, message = text(300), text(20)
     made = slide(joined(tokens, message), cached(0, tokens, exact=100))
     assert made.spans == (
@@ -129,42 +87,10 @@ def test_the_same_prefix_slides_without_correction_when_it_is_tainted() -> None:
         Span(100, 300, "slid", 0, 100, after_change=False),
         Span(300, 320, "fresh"),
     )
-    assert len(made.corrected) == 0
     assert made.exact_tokens == 100
 
 
-def test_only_what_follows_the_change_is_corrected_when_the_prefix_is_tainted() -> None:
-    head, dropped, rest, message = text(300), text(40), text(200), text(20)
-    made = slide(joined(head, rest, message), cached(0, joined(head, dropped, rest), exact=100))
-    assert [(span.start, span.treatment, span.after_change) for span in made.spans] == [
-        (0, "exact", False),
-        (100, "slid", False),
-        (300, "slid", True),
-        (500, "fresh", False),
-    ]
-    assert made.corrected.tolist() == list(range(300, 320))
-
-
-def test_each_run_has_a_head_of_its_own_when_there_are_two_changes() -> None:
-    first, gone, second, third, message = text(50), text(30), text(100), text(205), text(10)
-    made = slide(joined(second, third, message), cached(0, joined(first, second, gone, third)))
-    assert made.corrected.tolist() == [*range(10), *range(100, 121)]
-
-
-@pytest.mark.parametrize(("share", "corrected"), [(0.0, 0), (0.1, 20), (0.101, 21), (1.0, 200)])
-def test_the_head_is_as_long_as_the_share_says_when_a_run_slides(share: float, corrected: int) -> None:
-    rest = text(200)
-    made = slide(joined(rest, text(5)), cached(0, joined(text(30), rest)), correction_share=share)
-    assert made.corrected.tolist() == list(range(corrected))
-
-
-def test_tainted_tokens_are_corrected_too_when_all_shall_be() -> None:
-    tokens = text(300)
-    made = slide(joined(tokens, text(5)), cached(0, tokens, exact=100), correction_share=1.0)
-    assert made.corrected.tolist() == list(range(100, 300))
-
-
-def test_worn_tokens_are_fresh_and_the_head_is_one_when_hops_run_out_inside_a_run() -> None:
+def test_worn_tokens_are_fresh_when_hops_run_out_inside_a_run() -> None:
     gone, rest = text(30), text(200)
     donor = cached(0, joined(gone, rest))
     donor.hops[30 + 40 : 30 + 60] = 20
@@ -175,7 +101,6 @@ def test_worn_tokens_are_fresh_and_the_head_is_one_when_hops_run_out_inside_a_ru
         Span(60, 200, "slid", 0, 90, after_change=True),
         Span(200, 205, "fresh"),
     )
-    assert made.corrected.tolist() == list(range(18))
 
 
 def test_worn_tokens_stay_when_they_do_not_move() -> None:
@@ -226,3 +151,12 @@ def test_the_right_branch_is_found_when_there_are_very_many() -> None:
     branches.insert(7, cached(60, joined(text(20), wanted)))
     branches[7].last_used = -1
     assert slide(joined(wanted, message), *branches).spans[0].source == 60
+
+
+@pytest.mark.parametrize(("share", "selects"), [(0.0, False), (0.1, True), (1.0, True)])
+def test_correction_is_left_to_staleness_when_something_slides(share: float, selects: bool) -> None:
+    rest = text(200)
+    made = slide(joined(rest, text(5)), cached(0, joined(text(30), rest)), correction_share=share)
+    assert made.selects == selects
+    assert len(made.corrected) == 0
+    assert not slide(text(40), cached(0, rest), correction_share=share).selects

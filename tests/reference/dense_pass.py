@@ -1,0 +1,93 @@
+"""What every token asks and offers in every layer: a whole dense pass, and the attention it pays, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cacheslide_agents.engine.model.decoder import Decoder
+from cacheslide_agents.engine.slide.block_table import BlockTable
+from tests.reference.complex_rope import rotate_directly
+from tests.reference.dense_attention import dense_attention
+
+
+class DensePass:
+    """Queries and keys of all tokens, in all layers.
+
+    Attributes:
+        queries: By layer (tokens, heads, head_dim) float64, rotated.
+        keys: By layer (tokens, heads, head_dim) float64, rotated; every key head once for each of its query heads.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, decoder: Decoder, token_ids: np.ndarray, positions: np.ndarray | None = None) -> None:
+        spec, count = decoder.spec, len(token_ids)
+        self.decoder = decoder
+        self.queries: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        tokens = np.arange(count)
+        in_order = BlockTable(range(-(-count // 16)))
+        hidden = decoder.embed(torch.from_numpy(token_ids))
+        rotary = decoder.rotary(torch.from_numpy(tokens if positions is None else positions))
+        for layer_idx in range(spec.num_layers):
+            query, kv = decoder.project(layer_idx, hidden, rotary)
+            self.queries.append(query.double())
+            keys = kv[:, : spec.num_kv_heads].double()
+            self.keys.append(keys.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1))
+            attended = dense_attention(query, kv, in_order, tokens, spec.attention_scale, spec.windows[layer_idx])
+            hidden = decoder.finish(layer_idx, hidden, attended.to(hidden.dtype))
+
+    def scores(self, layer_idx: int) -> Tensor:
+        """(heads, tokens, tokens): scaled products, −inf where a token does not see another."""
+        keys = self.keys[layer_idx]
+        return _scores(self.decoder, layer_idx, self.queries[layer_idx], keys, np.arange(len(keys)))
+
+    def mass(self, layers: tuple[int, ...], keys: np.ndarray) -> Tensor:
+        """(tokens,): the attention that each token paid to some of the others, mean over layers and heads."""
+        paid = [self.scores(layer_idx).softmax(-1)[..., torch.from_numpy(keys)].sum(-1) for layer_idx in layers]
+        return torch.stack(paid).mean((0, 1))
+
+    def new_mass(
+        self,
+        layers: tuple[int, ...],
+        rows: np.ndarray,
+        turn: int,
+        tokens: np.ndarray,
+        other: DensePass,
+        keys: np.ndarray,
+    ) -> Tensor:
+        """(rows,): what some tokens would pay to new keys, in one softmax over these and all that they saw before.
+
+        Args:
+            layers: To take the mean over.
+            rows: The tokens.
+            turn: Positions by which they move.
+            tokens: Their places in the text that has the new keys.
+            other: That text.
+            keys: The new keys' places in it.
+        """
+        paid = []
+        for layer_idx in layers:
+            old = self.scores(layer_idx)[:, torch.from_numpy(rows)]
+            query, rope = self.queries[layer_idx][torch.from_numpy(rows)], self.decoder.spec.rope
+            query = rotate_directly(query, torch.full((len(rows),), turn), rope.inv_freq, 1.0)
+            new_keys = other.keys[layer_idx][torch.from_numpy(keys)]
+            new = _scores(self.decoder, layer_idx, query, new_keys, keys, tokens)
+            paid.append(torch.cat((old, new), -1).softmax(-1)[..., old.shape[-1] :].sum(-1))
+        return torch.stack(paid).mean((0, 1))
+
+
+def _scores(
+    decoder: Decoder,
+    layer_idx: int,
+    query: Tensor,
+    keys: Tensor,
+    key_tokens: np.ndarray,
+    tokens: np.ndarray | None = None,
+) -> Tensor:
+    """(heads, rows, keys); rows are `tokens`, those of the keys if not given."""
+    scores = torch.einsum("rhd,khd->hrk", query, keys) * decoder.spec.attention_scale
+    behind = torch.from_numpy(key_tokens if tokens is None else tokens)[:, None] - torch.from_numpy(key_tokens)
+    seen = (behind >= 0) & (behind < (decoder.spec.windows[layer_idx] or len(behind) + 10**6))
+    return scores.masked_fill(~seen, -torch.inf)
