@@ -8,7 +8,10 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
-from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
+try:
+    from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
+except ModuleNotFoundError as error:
+    raise ImportError("CacheSlideLLM needs llama-index-core: pip install 'cacheslide-agents[llamaindex]'") from error
 from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,

@@ -16,7 +16,7 @@ from langchain_core.messages import (
 from langchain_core.messages import ChatMessage as RoleMessage
 
 from cacheslide_agents.engine.errors import PromptError
-from cacheslide_agents.templates.messages import ChatMessage, MessageRole, TextPart, ToolCall
+from cacheslide_agents.templates.messages import TAG, ChatMessage, MessageRole, TextPart, ToolCall
 
 _ROLES: dict[str, MessageRole] = {
     "system": "system",
@@ -40,7 +40,8 @@ def from_langchain(messages: Iterable[BaseMessage]) -> list[ChatMessage]:
     """LangChain messages as chat messages.
 
     A content list's text blocks become parts, put together with nothing between, as LangChain's own `.text` does.
-    Their `cacheslide` and `cache_control` keys become segment tags. Reasoning of earlier answers is left out.
+    Their `cacheslide` and `cache_control` keys become segment tags; `additional_kwargs={"cacheslide": role}` of a
+    message tags all its text that has none. Reasoning of earlier answers is left out.
 
     Raises:
         PromptError: A message has a role or a block that is no text, or a tag that does not exist; the message says
@@ -81,14 +82,15 @@ def _from_message(idx: int, message: BaseMessage) -> ChatMessage:
 
 def _parts(idx: int, message: BaseMessage) -> Iterable[TextPart]:
     blocks: list[Any] = [message.content] if isinstance(message.content, str) else message.content
+    tag = message.additional_kwargs.get(TAG)
     for block in blocks:
         if isinstance(block, str):
             if block:
-                yield TextPart(block)
+                yield TextPart.from_block({"text": block, TAG: tag})
             continue
         kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
         if kind == "text":
-            yield TextPart.from_block(block)
+            yield TextPart.from_block({TAG: tag, **block})
         elif not (isinstance(message, AIMessage) and kind in _TOLD_ELSEWHERE | _REASONING):
             raise PromptError(
                 f"message {idx} ({message.type}) has a block of type {kind!r}, but the model reads text only: "

@@ -91,13 +91,18 @@ class Engine:
         self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._closing)
 
     @classmethod
-    def load(cls, config: EngineConfig | None = None) -> Engine:
+    def load(cls, config: EngineConfig | str | Path | None = None) -> Engine:
         """Loads a model from disk or a hub; with no model named, the bundled one.
+
+        Args:
+            config: The settings, or just the model: a folder, a hub id or a GGUF file.
 
         Raises:
             ModelError: The model cannot be found, read or served exactly; the message says why.
             ConfigError: The device does not exist here or a limit does not fit the model.
         """
+        if isinstance(config, (str, Path)):
+            config = EngineConfig(model=config)
         config = config or EngineConfig()
         loaded = load_model(config)
         return cls(loaded.model, loaded.tokenizer, config, model_name=loaded.name, model_path=loaded.path)

@@ -13,7 +13,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 from ..errors import ModelError
 from .checkpoint import check_config_json, read_config
 
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _ATTEMPTS = 4
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name could be a hub id: `owner/name` or `name`."""
+    """Whether a name could be a hub id, `owner/name`; the hub's few ids without an owner are of unsupported models."""
     return _ID.fullmatch(name) is not None
 
 

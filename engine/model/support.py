@@ -31,8 +31,8 @@ def check_config(config: Any) -> Family:
         )
     family = FAMILIES.get(str(model_type))
     if family is None:
-        kind = "an encoder or a type that is" if _looks_like_encoder(config) else "a model type that is"
-        raise UnsupportedModelError(f"{model_type!r} is {kind} not known here: {_SUPPORTED}")
+        kind = "looks like an encoder, or is a type" if _looks_like_encoder(config) else "is a model type"
+        raise UnsupportedModelError(f"{model_type!r} {kind} that is not served here: {_SUPPORTED}")
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "alibi"):
         if getattr(config, name, None):
             raise UnsupportedModelError(

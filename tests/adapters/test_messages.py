@@ -107,3 +107,14 @@ def test_messages_come_back_when_converted_there_and_back() -> None:
         ]
     )
     assert from_langchain(to_langchain(messages)) == messages
+
+
+def test_a_message_tag_marks_all_its_text_when_blocks_have_none():
+    tagged = HumanMessage(
+        [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cacheslide": "suffix"}],
+        additional_kwargs={"cacheslide": "update"},
+    )
+    (message,) = from_langchain([tagged])
+    assert [part.segment for part in message.parts] == ["update", "suffix"]
+    with pytest.raises(PromptError, match="updat"):
+        from_langchain([SystemMessage("x", additional_kwargs={"cacheslide": "updat"})])

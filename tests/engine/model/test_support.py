@@ -24,9 +24,9 @@ def test_family_is_found_when_supported(family):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (GPT2Config(architectures=["GPT2LMHeadModel"]), "'gpt2' is a model type that is not known here"),
+        (GPT2Config(architectures=["GPT2LMHeadModel"]), "'gpt2' is a model type that is not served here"),
         (T5Config(is_encoder_decoder=True), "'t5' is an encoder-decoder"),
-        (BertConfig(), "'bert' is an encoder or a type"),
+        (BertConfig(), "'bert' looks like an encoder"),
     ],
 )
 def test_architecture_is_refused_when_unknown_and_the_supported_are_named(config, reason):
