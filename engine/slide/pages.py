@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..model.spec import ModelSpec
 from .free_runs import FreeRuns
 from .memory import free_host_bytes
+from .queries import query_bytes_per_token
 
 MAX_POOL_CONTEXTS = 64
 """A pool sized by `pool_share` holds at most this many sequences of full context length: past that, idle ones are
@@ -123,7 +124,7 @@ def pool_pages(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device
         return -(-config.pool_tokens // PAGE_TOKENS)
     device = torch.device(device)
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
-    page_bytes = PAGE_TOKENS * spec.kv_bytes_per_token(dtype)
+    page_bytes = PAGE_TOKENS * (spec.kv_bytes_per_token(dtype) + query_bytes_per_token(spec, dtype))
     num_pages = int(free_bytes * config.pool_share) // page_bytes
     if num_pages < 1:
         raise ConfigError(

@@ -29,10 +29,18 @@ def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
     """
     inner = range(1, spec.num_layers - 1)
     usable = [layer for layer in inner if spec.windows[layer] is None] or list(inner)
-    bytes_per_probe = spec.num_heads * (spec.head_dim + _BYTES_BESIDE)
-    affordable = int(MAX_SHARE * spec.kv_bytes_per_token(kv_dtype) / bytes_per_probe)
+    affordable = int(MAX_SHARE * spec.kv_bytes_per_token(kv_dtype) / _probe_bytes(spec))
     count = min(MAX_PROBES, len(usable), affordable)
     return tuple(usable[int((idx + 0.5) * len(usable) / count)] for idx in range(count))
+
+
+def query_bytes_per_token(spec: ModelSpec, kv_dtype: torch.dtype) -> int:
+    """Bytes of the stored queries of one token, over all probe layers."""
+    return len(probe_layers(spec, kv_dtype)) * _probe_bytes(spec)
+
+
+def _probe_bytes(spec: ModelSpec) -> int:
+    return spec.num_heads * (spec.head_dim + _BYTES_BESIDE)
 
 
 class StoredQueries:
