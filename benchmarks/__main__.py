@@ -185,7 +185,13 @@ def _table(console: Console, title: str, columns: Iterable[str], rows: list[list
 
 
 def _row(*cells: object) -> list[str]:
-    return [f"{cell:.4f}" if isinstance(cell, float) else "" if cell is None else str(cell) for cell in cells]
+    return [_cell(cell) for cell in cells]
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
+    return "" if value is None else str(value)
 
 
 def _missed(*targets: tuple[str, bool]) -> list[str]:

@@ -1,0 +1,27 @@
+"""Two turns of an agent whose memory is edited, and a tiny engine to take them."""
+
+from __future__ import annotations
+
+from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SYSTEM = "You are a helpful assistant with a memory of what the user told you.\n"
+OLD = "memory: the user lives in Paris and likes tea.\n"
+NEW = "memory: the user moved to a small house by the sea, likes coffee now, and has a dog.\n"
+HISTORY = "".join(f"user: question number {n}?\nassistant: the answer is {n * 7}.\n" for n in range(12))
+QUERY = "user: what does the memory say?\nassistant:"
+ANSWER = " the memory says that the user lives in Paris"
+FEW = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def first_turn() -> Prompt:
+    return Prompt([Segment.system(SYSTEM), Segment.update(OLD), Segment.suffix(HISTORY)])
+
+
+def second_turn() -> Prompt:
+    return Prompt([Segment.system(SYSTEM), Segment.update(NEW), Segment.suffix(HISTORY), Segment.suffix(QUERY)])
+
+
+def tiny_engine(family: str = "llama", **settings) -> Engine:
+    settings = {"pool_tokens": 8192, "dtype": "float32", **settings}
+    return Engine.from_model(tiny_model(family), tiny_tokenizer(None), EngineConfig(**settings))
