@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="prompts of each family; all by default")
     parser.add_argument("--only", choices=PARTS, action="append")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     try:
         data_folder()
     except DataMissingError as error:
