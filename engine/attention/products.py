@@ -72,9 +72,10 @@ def attend_by_products(
         part = query.view(kv_heads, -1, head_dim)
         shift = torch.baddbmm(nothing, part, key[:, :, :1], beta=0, alpha=-scale)
         scores = torch.baddbmm(shift, part, key, alpha=scale)
+        weights = scores.softmax(-1)
         if lse is not None:
-            lse[0] = _logsumexp(scores, shift).flatten()
-        return torch.bmm(scores.softmax(-1), value).view(query.shape)
+            lse[0] = _logsumexp(scores, weights, shift).flatten()
+        return torch.bmm(weights, value).view(query.shape)
     # Query heads that share a key head become rows of one product: (kv_heads, rows, heads / kv_heads, head_dim).
     shared = (rows, kv_heads, heads // kv_heads, head_dim)
     folded = query.view(shared).transpose(0, 1).contiguous()
@@ -92,16 +93,25 @@ def attend_by_products(
             by_row[..., -mask.shape[1] :] += mask.unsqueeze(1)
         weights = scores.softmax(-1)
         if lse is not None:
-            total = _logsumexp(scores, shift).view(kv_heads, row_stop - row_start, -1)
+            total = _logsumexp(scores, weights, shift).view(kv_heads, row_stop - row_start, -1)
             lse[row_start:row_stop] = total.transpose(0, 1).flatten(1)
         mixed = torch.bmm(weights, value[:, seen])
         target[:, row_start:row_stop] = mixed.view(kv_heads, row_stop - row_start, -1, head_dim)
     return out
 
 
-def _logsumexp(scores: Tensor, shift: Tensor) -> Tensor:
-    """(..., rows) float32 from shifted scores (..., rows, keys) and their shift (..., rows, 1)."""
-    return scores.float().logsumexp(-1) - shift.float().squeeze(-1)
+def _logsumexp(scores: Tensor, weights: Tensor, shift: Tensor) -> Tensor:
+    """(..., rows) float32 from shifted scores (..., rows, keys), their softmax and their shift (..., rows, 1).
+
+    A key's score and its weight give the sum of all: no second pass over the scores. That takes the first key; where
+    it is hidden or its weight too small for bfloat16, the sum is made.
+    """
+    first = weights[..., 0].float()
+    if first.min() > 0.0:
+        total = scores[..., 0].float() - first.log()
+    else:
+        total = scores.float().logsumexp(-1)
+    return total - shift.float().squeeze(-1)
 
 
 def _chunks(groups: Groups, heads: int, like: Tensor) -> Iterator[_Chunk]:
