@@ -265,6 +265,31 @@ class Engine:
         )
         return self._run(job)
 
+    def keys_values(
+        self,
+        prompt: Prompt,
+        *,
+        session: str | None = None,
+        namespace: str | None = None,
+        policy: PolicyName | None = None,
+    ) -> torch.Tensor:
+        """K and V of a prompt as a policy would leave them, for measuring drift; nothing is stored.
+
+        Arguments and errors are those of `generate`.
+
+        Returns:
+            (layers, tokens, 2 * kv_heads, head_dim), the cache's dtype, on the model's device: keys, rotated at the
+            prompt's positions, before values.
+        """
+        job = partial(
+            self._runner.keys_values,
+            checked_prompt(prompt),
+            checked_session(session),
+            checked_namespace(namespace, self.config),
+            checked_policy(policy, self.config),
+        )
+        return self._run(job)
+
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, without special ones."""
         return len(text_ids(text, self.tokenizer))
@@ -275,7 +300,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done, between two requests or in the middle of one."""
-        pool, index = self._runner.pool, self._runner.index
+        pool, index = self._runner.preparation.pool, self._runner.preparation.index
         cached = index.stats()
         return EngineStats(
             model=self.model_name,

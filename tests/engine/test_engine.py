@@ -157,7 +157,7 @@ class TestSeparation:
     def test_a_session_is_gone_when_it_is_forgotten(self, engine):
         engine.generate(first_turn(), FEW, session="s")
         engine.forget("s")
-        assert len(engine._runner._replies) == 0
+        assert len(engine._runner.preparation.replies) == 0
         assert engine.stats().cached_sequences == 0
         assert engine.stats().free_pages == engine.stats().pool_pages
 

@@ -57,9 +57,9 @@ class TestBadInput:
 
     def test_replies_are_gone_when_a_session_is_forgotten_after_its_pages_were_evicted(self, engine):
         engine.generate(first_turn(), FEW, session="s")
-        engine._runner.index.evict(engine.stats().pool_pages)
+        engine._runner.preparation.index.evict(engine.stats().pool_pages)
         engine.forget("s")
-        assert len(engine._runner._replies) == 0
+        assert len(engine._runner.preparation.replies) == 0
 
     @pytest.mark.parametrize("token_id", [-1, 384, 10**6])
     def test_error_when_a_token_id_is_not_the_models(self, engine, token_id):
@@ -184,7 +184,7 @@ class TestRequests:
         monkeypatch.undo()
         after = engine.stats()
         assert (after.free_pages, after.cached_sequences) == (before.free_pages, before.cached_sequences)
-        assert engine._runner.index.stats().pinned == 0
+        assert engine._runner.preparation.index.stats().pinned == 0
 
     def test_error_when_the_engine_is_closed(self):
         engine = tiny_engine()

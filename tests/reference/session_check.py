@@ -21,6 +21,7 @@ from cacheslide_agents.engine.config import PAGE_TOKENS
 from cacheslide_agents.engine.reuse.index import CachedSequence
 from cacheslide_agents.engine.reuse.plan import assert_valid
 from cacheslide_agents.engine.reuse.spans import Plan
+from cacheslide_agents.engine.run.preparation import Prepared
 from cacheslide_agents.engine.run.request import Output
 from cacheslide_agents.engine.run.sequence import RunningSequence
 from cacheslide_agents.engine.slide.block_table import BlockTable
@@ -51,20 +52,24 @@ class WatchedEngine:
         self._runner: Any = engine._runner
         self._plan: Plan | None = None
         self._computed: tuple[RunningSequence, Tensor, Asked] | None = None
-        prefill, remember = self._runner._prefill, self._runner._remember
+        preparation = self._runner.preparation
+        prefill, remember = preparation.prefill, self._runner._remember
 
-        def noting_prefill(*args: Any, **kwargs: Any) -> Any:
-            result = prefill(*args, **kwargs)
-            self._plan = result[0]
-            return result
+        def noting_prefill(prepared: Prepared, *args: Any, **kwargs: Any) -> Tensor:
+            logits: Tensor = prefill(prepared, *args, **kwargs)
+            self._plan = prepared.plan
+            return logits
 
-        def noting_remember(request: Any, space: Any, header: Any, sequence: RunningSequence, answer: Any) -> None:
+        def noting_remember(request: Any, header: Any, sequence: RunningSequence, answer: Any) -> None:
             table, num_tokens = sequence.table, sequence.num_tokens
             self._computed = (sequence, self._kv(table, num_tokens), self._asked(table, num_tokens))
-            remember(request, space, header, sequence, answer)
+            remember(request, header, sequence, answer)
 
-        for name, noting in (("_prefill", noting_prefill), ("_remember", noting_remember)):
-            setattr(self._runner, name, noting)
+        for owner, name, noting in (
+            (preparation, "prefill", noting_prefill),
+            (self._runner, "_remember", noting_remember),
+        ):
+            setattr(owner, name, noting)
 
     def turn(self, prompt: Prompt, params: SamplingParams, **call: Any) -> Output:
         """A turn, everything about it checked."""
@@ -100,17 +105,17 @@ class WatchedEngine:
         """Whether the pool holds the last call's donors, its prompt and a copy of each page of that."""
         assert self._plan is not None
         donors = {span.source for span in self._plan.spans if span.source is not None}
-        pages = [page for donor in donors for page in self._runner.index.get(donor).table.pages]
+        pages = [page for donor in donors for page in self._runner.preparation.index.get(donor).table.pages]
         own = -(-self._plan.num_tokens // PAGE_TOKENS)
-        return len(pages) + 2 * own <= int(self._runner.pool.num_pages)
+        return len(pages) + 2 * own <= int(self._runner.preparation.pool.num_pages)
 
     def poison(self) -> None:
         """Fills with NaN what no sequence has written."""
-        pool = self._runner.pool
+        pool = self._runner.preparation.pool
         owned = np.zeros(pool.kv.shape[1], dtype=np.bool_)
         for sequence in self._sequences():
             owned[sequence.table.slots(np.arange(len(sequence)))] = True
-        unowned, queries = torch.from_numpy(np.flatnonzero(~owned)), self._runner._queries
+        unowned, queries = torch.from_numpy(np.flatnonzero(~owned)), self._runner.preparation.queries
         for stored in (pool.kv, queries._scales, queries._lse):
             stored[:, unowned] = torch.nan
 
@@ -125,7 +130,7 @@ class WatchedEngine:
 
     def check_pages(self) -> None:
         """Every page has as many owners as sequences hold it; the others are free."""
-        pool = self._runner.pool
+        pool = self._runner.preparation.pool
         owners = Counter(page for sequence in self._sequences() for page in sequence.table.pages)
         assert pool.references(range(pool.num_pages)).tolist() == [owners[page] for page in range(pool.num_pages)]
         assert self.engine.stats().free_pages == pool.num_pages - len(owners)
@@ -228,7 +233,7 @@ class WatchedEngine:
             window = decoder.spec.windows[layer_idx]
             scale = decoder.spec.attention_scale
             attended = dense_attention(query, kv[layer_idx], in_order, tokens, scale, window)
-            if self._runner._queries.wants(layer_idx):
+            if self._runner.preparation.queries.wants(layer_idx):
                 lse = dense_lse(query, kv[layer_idx], in_order, tokens, scale, window)
                 self._last_asked[layer_idx] = (query.clone(), lse)
             hidden = decoder.finish(layer_idx, hidden, attended.to(hidden.dtype))
@@ -259,13 +264,13 @@ class WatchedEngine:
         )
 
     def _asked(self, table: BlockTable, num_tokens: int) -> Asked:
-        queries, slots = self._runner._queries, torch.from_numpy(table.slots(np.arange(num_tokens)))
+        queries, slots = self._runner.preparation.queries, torch.from_numpy(table.slots(np.arange(num_tokens)))
         assert queries.layers, "a model under test stores queries"
         return {layer_idx: queries.read(layer_idx, slots) for layer_idx in queries.layers}
 
     def _kv(self, table: Any, num_tokens: int) -> Tensor:
-        pool: Tensor = self._runner.pool.kv
+        pool: Tensor = self._runner.preparation.pool.kv
         return pool[:, torch.from_numpy(table.slots(np.arange(num_tokens)))].clone()
 
     def _sequences(self) -> list[CachedSequence]:
-        return list(self._runner.index._sequences.values())
+        return list(self._runner.preparation.index._sequences.values())

@@ -33,7 +33,7 @@ def tiny_engine(family: str = "llama", model: dict[str, Any] | None = None, **se
 
 def latest(engine: Engine) -> CachedSequence:
     """The most recently used cached sequence."""
-    sequences: Any = engine._runner.index._sequences.values()
+    sequences: Any = engine._runner.preparation.index._sequences.values()
     found: CachedSequence = list(sequences)[-1]
     return found
 
@@ -97,7 +97,7 @@ def test_staleness_is_gone_plus_new_mass_when_an_update_is_replaced(family: str)
         same = receipt.exact_tokens
         first = min(slid[0], corrected[0])
         np.testing.assert_array_equal(donor.token_ids[slid - turn], kept.token_ids[slid])
-        layers = runner._queries.layers
+        layers = runner.preparation.queries.layers
         assert len(layers) >= 2
         seen, coming = (DensePass(runner._decoder, each.token_ids) for each in (donor, kept))
         gone = seen.mass(layers, np.arange(same, first - turn))[torch.from_numpy(slid - turn)]
@@ -203,7 +203,7 @@ def test_heads_are_corrected_when_a_model_leaves_no_room_for_queries(model: dict
     receipts = []
     for policy in ("head", "slide"):
         with tiny_engine(model=model, policy=policy) as engine:
-            assert not engine._runner._queries.layers
+            assert not engine._runner.preparation.queries.layers
             engine.generate(Prompt([SYSTEM, OLD, HISTORY]), ONE, session="s")
             receipts.append(engine.generate(Prompt([SYSTEM, NEW, HISTORY, QUERY]), ONE, session="s").receipt)
     assert receipts[0].treatments == receipts[1].treatments

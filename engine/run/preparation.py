@@ -1,0 +1,245 @@
+"""From a prompt to its pages and its last logits: what answering a prompt and comparing policies share.
+
+Encodes, plans, takes pages and prefills. It generates nothing, indexes nothing and counts nothing (`run.runner` does).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..config import EngineConfig, PolicyName
+from ..errors import ContextLengthError, PromptError
+from ..model.decoder import Decoder
+from ..reuse.index import CacheIndex, SpaceKey
+from ..reuse.plan import PlanRequest
+from ..reuse.plan import plan as make_plan
+from ..reuse.replies import ReplyBooks
+from ..reuse.spans import Plan
+from ..segments import EncodedPrompt, Prompt
+from ..slide.assembly import Assembly
+from ..slide.pages import PagePool, PoolFullError
+from ..slide.queries import StoredQueries
+from ..tokenization import TextPiece, encode_with_last_piece
+from .correction import Correction
+from .forward import Forward
+from .prefill import prefill
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NO_TOKENS = np.empty(0, dtype=np.int64)
+
+
+@dataclass
+class Prepared:
+    """A prompt that is planned and has its pages; whoever prepared it releases them, or has them indexed.
+
+    Attributes:
+        token_ids: (tokens,) int64: the prompt and the continuation behind it.
+        header: The prompt's text after its last control token, which the answer continues.
+        plan: How its tokens are treated; after the prefill with what was corrected.
+        assembly: Its pages.
+        plan_seconds: What planning and taking pages took.
+    """
+
+    token_ids: np.ndarray
+    header: TextPiece
+    plan: Plan
+    assembly: Assembly
+    plan_seconds: float
+
+
+class Preparation:
+    """Prepares prompts and prefills them, on the engine's one thread.
+
+    Attributes:
+        pool: The KV pages.
+        queries: The stored queries beside them.
+        index: What is cached in them.
+        replies: The sampled ids of earlier answers.
+        forward: The model's loop.
+        context_tokens: Longest prompt plus answer.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        tokenizer: PreTrainedTokenizerBase,
+        pool: PagePool,
+        queries: StoredQueries,
+        forward: Forward,
+        context_tokens: int,
+    ) -> None:
+        self._config = config
+        self._spec = decoder.spec
+        self._tokenizer = tokenizer
+        self.pool = pool
+        self.queries = queries
+        self.index = CacheIndex(pool)
+        self.replies = ReplyBooks()
+        self.forward = forward
+        self.context_tokens = context_tokens
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        session: str | None,
+        namespace: str,
+        policy: PolicyName,
+        continuation: np.ndarray = _NO_TOKENS,
+    ) -> Prepared:
+        """Encodes a prompt, plans it and takes its pages; `prefill` is to follow at once.
+
+        Args:
+            prompt: What is asked.
+            session: Whose earlier turns may be slid.
+            namespace: The tenant.
+            policy: How reuse is decided.
+            continuation: (n,) int64: more tokens to compute behind the prompt.
+
+        Raises:
+            PromptError: A token id is not the model's.
+            ContextLengthError: Prompt and continuation do not fit.
+            PoolFullError: The pool does not hold them.
+        """
+        space = SpaceKey(namespace, prompt.template)
+        encoded, header = self._encode(prompt, space, session)
+        token_ids = np.concatenate([encoded.token_ids, continuation])
+        if len(token_ids) >= self.context_tokens:
+            raise ContextLengthError(len(token_ids), self.context_tokens, "shorten the prompt or the continuation")
+        started = time.perf_counter()
+        plan, assembly = self._assemble(encoded, space, session, policy, len(continuation))
+        return Prepared(token_ids, header, plan, assembly, time.perf_counter() - started)
+
+    def prefill(self, prepared: Prepared, wanted: int, check: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Carries out the plan and notes in it what was corrected.
+
+        Args:
+            prepared: Of `prepare`, not prefilled yet.
+            wanted: Number of tokens at the end whose logits are returned.
+            check: Called between layers; raises to stop.
+
+        Returns:
+            (wanted, vocab) float32 on the model's device.
+        """
+        plan, assembly = prepared.plan, prepared.assembly
+        try:
+            correction = self._correction(prepared) if plan.selects else None
+            logits = prefill(
+                self.forward,
+                prepared.token_ids,
+                plan,
+                assembly,
+                wanted=wanted,
+                chunk_tokens=self._config.prefill_chunk_tokens,
+                check=check,
+                choose=correction.choose if correction else None,
+            )
+            if correction:
+                prepared.plan = replace(plan, corrected=correction.chosen)
+            return logits
+        finally:
+            self._unpin(plan)
+
+    def allocate(self, num_pages: int, after: int | None) -> list[int]:
+        """Pages with one reference each, evicting what is cached if it must.
+
+        Raises:
+            PoolFullError: Even that is not enough.
+        """
+        if self.pool.num_free < num_pages:
+            self.index.evict(num_pages)
+        return self.pool.allocate(num_pages, after)
+
+    def _encode(self, prompt: Prompt, space: SpaceKey, session: str | None) -> tuple[EncodedPrompt, TextPiece]:
+        """The prompt's ids, and its text after the last control token."""
+        replies = self.replies.book(space, session)
+        encoded, header = encode_with_last_piece(prompt, self._tokenizer, replies.lookup)
+        if len(encoded) >= self.context_tokens:
+            remedy = "shorten the prompt"
+            if self.context_tokens < self._spec.context_tokens:
+                remedy += " or raise max_context_tokens or pool_tokens"
+            raise ContextLengthError(len(encoded), self.context_tokens, remedy)
+        self.check_ids(encoded.token_ids)
+        return encoded, header
+
+    def check_ids(self, token_ids: np.ndarray) -> None:
+        """Refuses ids without an embedding: on a GPU the look-up itself would end all use of the device.
+
+        Raises:
+            PromptError: A token id is not the model's.
+        """
+        vocab_size = self._spec.vocab_size
+        wrong = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+        if len(wrong):
+            raise PromptError(
+                f"token id {wrong[0]} is not one of the model's {vocab_size}: use the tokenizer that belongs to the "
+                "model, or resize the model's embeddings to the tokenizer"
+            )
+
+    def _assemble(
+        self, encoded: EncodedPrompt, space: SpaceKey, session: str | None, policy: PolicyName, extra_tokens: int
+    ) -> tuple[Plan, Assembly]:
+        """Plans and takes pages; reuses less, with the reason, if donor and prompt do not fit side by side."""
+        request = PlanRequest(
+            prompt=encoded,
+            session=session,
+            sequences=self.index.candidates(space),
+            correction_share=self._config.correction_share,
+            min_slide_tokens=self._config.min_slide_tokens,
+            max_hops=self._config.max_hops,
+            share_slid=self._config.share_slid,
+        )
+        lesser: dict[PolicyName, PolicyName] = {"slide": "prefix", "head": "prefix", "prefix": "recompute"}
+        # Where a model leaves no room for stored queries, staleness is unknown.
+        attempt: PolicyName = "head" if policy == "slide" and not self.queries.layers else policy
+        fallback: str | None = None
+        while True:
+            plan = make_plan(attempt, request)
+            plan = replace(plan.extended(extra_tokens), policy=policy, fallback=fallback or plan.fallback)
+            try:
+                return plan, self._take_pages(plan)
+            except PoolFullError:
+                if attempt not in lesser:
+                    raise
+                attempt = lesser[attempt]
+                fallback = (
+                    f"the pool of {self.pool.num_pages} pages does not hold the earlier turn beside this prompt of "
+                    f"{plan.num_tokens} tokens: raise pool_tokens to reuse it"
+                )
+
+    def _take_pages(self, plan: Plan) -> Assembly:
+        """Takes the plan's pages and pins its donors, which `prefill` unpins."""
+        sources = {span.source: self.index.get(span.source) for span in plan.spans if span.source is not None}
+        for source in sources:
+            self.index.pin(source)
+        try:
+            return Assembly(plan, sources, self.pool, self.queries, self._spec.rope, plan.num_tokens, self.allocate)
+        except BaseException:
+            self._unpin(plan)
+            raise
+
+    def _correction(self, prepared: Prepared) -> Correction:
+        plan = prepared.plan
+        return Correction(
+            prepared.token_ids,
+            plan,
+            {span.source: self.index.get(span.source) for span in plan.spans if span.source is not None},
+            prepared.assembly,
+            self.pool,
+            self.queries,
+            self._spec,
+            bound=self._config.staleness_bound,
+            cap_share=self._config.correction_share,
+        )
+
+    def _unpin(self, plan: Plan) -> None:
+        for source in {span.source for span in plan.spans if span.source is not None}:
+            self.index.unpin(source)
