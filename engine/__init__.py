@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .receipt import Receipt
+    from .run.drift import Drift
     from .run.request import Output, Piece
     from .segments import Prompt, Segment
     from .stats import EngineStats
@@ -34,6 +35,7 @@ __all__ = [
     "CacheSlideError",
     "ConfigError",
     "ContextLengthError",
+    "Drift",
     "Engine",
     "EngineClosedError",
     "EngineConfig",
@@ -53,6 +55,7 @@ __all__ = [
 
 if not TYPE_CHECKING:
     _HOMES = {
+        "Drift": f"{__name__}.run.drift",
         "Engine": f"{__name__}.engine",
         "EngineConfig": f"{__name__}.config",
         "EngineStats": f"{__name__}.stats",

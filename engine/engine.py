@@ -30,6 +30,7 @@ from .config import PAGE_TOKENS, EngineConfig, PolicyName, SamplingParams
 from .errors import RequestCancelledError
 from .model.decoder import Decoder
 from .model.loading import load_model
+from .run.drift import Drift
 from .run.request import Output, Piece, Request
 from .run.runner import Runner
 from .run.scheduler import Job, Scheduler
@@ -283,6 +284,27 @@ class Engine:
         """
         job = partial(
             self._runner.keys_values,
+            checked_prompt(prompt),
+            checked_session(session),
+            checked_namespace(namespace, self.config),
+            checked_policy(policy, self.config),
+        )
+        return self._run(job)
+
+    def drift(
+        self,
+        prompt: Prompt,
+        *,
+        session: str | None = None,
+        namespace: str | None = None,
+        policy: PolicyName | None = None,
+    ) -> Drift:
+        """How far a prompt under a policy is from its full prefill, which is computed for it; nothing is stored.
+
+        Arguments and errors are those of `generate`.
+        """
+        job = partial(
+            self._runner.drift,
             checked_prompt(prompt),
             checked_session(session),
             checked_namespace(namespace, self.config),

@@ -189,6 +189,7 @@ def test_public_names_are_these_when_listed() -> None:
         "CacheSlideError",
         "ConfigError",
         "ContextLengthError",
+        "Drift",
         "Engine",
         "EngineClosedError",
         "EngineConfig",

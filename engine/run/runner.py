@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from ..slide.queries import StoredQueries
 from ..tokenization import TextPiece
 from .decode import Answer, decode
 from .detokenize import Detokenizer
+from .drift import Drift, measure
 from .forward import Forward
 from .preparation import Preparation
 from .request import Request
@@ -151,12 +153,42 @@ class Runner:
             PromptError: A token id is not the model's.
             ContextLengthError: The prompt does not fit.
         """
+        _, _, kv = self._copied(prompt, session, namespace, policy, lambda plan: np.arange(plan.num_tokens))
+        return kv
+
+    @torch.inference_mode()
+    def drift(self, prompt: Prompt, session: str | None, namespace: str, policy: PolicyName) -> Drift:
+        """How far a prompt under a policy is from its full prefill; nothing is stored.
+
+        Raises:
+            PromptError: A token id is not the model's.
+            ContextLengthError: The prompt does not fit.
+        """
+        slid, reused_logits, reused_kv = self._copied(prompt, session, namespace, policy, Plan.slid_tokens)
+        _, full_logits, full_kv = self._copied(prompt, session, namespace, "recompute", lambda _: slid)
+        return measure(reused_kv, full_kv, reused_logits, full_logits)
+
+    def _copied(
+        self,
+        prompt: Prompt,
+        session: str | None,
+        namespace: str,
+        policy: PolicyName,
+        wanted: Callable[[Plan], np.ndarray],
+    ) -> tuple[np.ndarray, Tensor, Tensor]:
+        """Computes a prompt and copies K and V of the wanted tokens out of its pages, which are given back.
+
+        Returns:
+            The tokens (n,) int64, the logits (vocab,) behind the prompt, and K and V
+            (layers, n, 2 * kv_heads, head_dim).
+        """
         prepared = self.preparation.prepare(prompt, session, namespace, policy)
         table = prepared.assembly.table
         try:
-            self.preparation.prefill(prepared, wanted=1)
-            slots = torch.from_numpy(table.slots(np.arange(len(prepared.token_ids))))
-            return self._pool.kv.index_select(1, slots.to(self._pool.kv.device))
+            logits = self.preparation.prefill(prepared, wanted=1)[-1]
+            tokens = wanted(prepared.plan)
+            slots = torch.from_numpy(table.slots(tokens)).to(self._pool.kv.device)
+            return tokens, logits, self._pool.kv.index_select(1, slots)
         finally:
             self._pool.release(table.pages)
 

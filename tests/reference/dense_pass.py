@@ -18,6 +18,7 @@ class DensePass:
     Attributes:
         queries: By layer (tokens, heads, head_dim) float64, rotated.
         keys: By layer (tokens, heads, head_dim) float64, rotated; every key head once for each of its query heads.
+        kv: (layers, tokens, 2 * kv_heads, head_dim), the model's dtype: keys, rotated, before values.
     """
 
     @torch.inference_mode()
@@ -26,6 +27,7 @@ class DensePass:
         self.decoder = decoder
         self.queries: list[Tensor] = []
         self.keys: list[Tensor] = []
+        layers: list[Tensor] = []
         tokens = np.arange(count)
         in_order = BlockTable(range(-(-count // 16)))
         hidden = decoder.embed(torch.from_numpy(token_ids))
@@ -33,10 +35,12 @@ class DensePass:
         for layer_idx in range(spec.num_layers):
             query, kv = decoder.project(layer_idx, hidden, rotary)
             self.queries.append(query.double())
+            layers.append(kv.clone())
             keys = kv[:, : spec.num_kv_heads].double()
             self.keys.append(keys.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1))
             attended = dense_attention(query, kv, in_order, tokens, spec.attention_scale, spec.windows[layer_idx])
             hidden = decoder.finish(layer_idx, hidden, attended.to(hidden.dtype))
+        self.kv = torch.stack(layers)
 
     def scores(self, layer_idx: int) -> Tensor:
         """(heads, tokens, tokens): scaled products, −inf where a token does not see another."""

@@ -1,0 +1,84 @@
+"""Drift: how far reused K and V, and the logits over them, are from those of a full prefill.
+
+Pure functions of tensors. Who computes both ways is `run.runner`, on demand, and `run.gate`, by sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What a prompt's reuse cost in accuracy, against its full prefill.
+
+    Attributes:
+        slid_tokens: Tokens over which CKSim is taken: every slid one, corrected ones included. Without any, CKSim is 1.
+        key_cksim: For each layer the CKSim of the keys, 1 where they are alike (paper, section 3).
+        value_cksim: The same of the values.
+        kl: KL(full ‖ reuse) of the next token, nats.
+        agrees: Whether both ways' most likely next token is the same.
+        margin: How much more likely the full prefill's first token is than its second, nats: where it is small,
+            disagreeing means little.
+    """
+
+    slid_tokens: int
+    key_cksim: tuple[float, ...]
+    value_cksim: tuple[float, ...]
+    kl: float
+    agrees: bool
+    margin: float
+
+
+def measure(reused_kv: Tensor, full_kv: Tensor, reused_logits: Tensor, full_logits: Tensor) -> Drift:
+    """Compares the two ways of computing a prompt.
+
+    Args:
+        reused_kv: (layers, slid tokens, 2 * kv_heads, head_dim): keys, rotated at the prompt's positions, before
+            values.
+        full_kv: The same tokens of the full prefill, at the same positions.
+        reused_logits: (vocab,) of the prompt's last token over reused K and V.
+        full_logits: (vocab,) of the full prefill.
+    """
+    kv_heads = full_kv.shape[2] // 2
+    pairs = list(zip(reused_kv, full_kv, strict=True))
+    return Drift(
+        slid_tokens=full_kv.shape[1],
+        key_cksim=tuple(cksim(reused[:, :kv_heads], full[:, :kv_heads]) for reused, full in pairs),
+        value_cksim=tuple(cksim(reused[:, kv_heads:], full[:, kv_heads:]) for reused, full in pairs),
+        kl=float(kl_divergence(full_logits, reused_logits)),
+        agrees=bool(full_logits.argmax() == reused_logits.argmax()),
+        margin=float(top_margin(full_logits)),
+    )
+
+
+def cksim(reused: Tensor, full: Tensor) -> float:
+    """CKSim of one layer's keys, or of its values: the mean over heads and tokens of the cosine (paper, section 3).
+
+    Args:
+        reused: (tokens, kv_heads, head_dim); keys rotated.
+        full: The same, recomputed.
+
+    Returns:
+        -1 to 1; 1 if there are no tokens.
+    """
+    if not len(full):
+        return 1.0
+    return float(F.cosine_similarity(reused.float(), full.float(), dim=-1).mean())
+
+
+def kl_divergence(full: Tensor, reused: Tensor) -> Tensor:
+    """KL(full ‖ reuse) of next-token distributions: logits (..., vocab) twice → (...) float32, nats."""
+    expected, got = full.float().log_softmax(-1), reused.float().log_softmax(-1)
+    # Rounding may leave a few negative billionths where both are the same.
+    return (expected.exp() * (expected - got)).sum(-1).clamp_min(0.0)
+
+
+def top_margin(logits: Tensor) -> Tensor:
+    """How much more likely the first token is than the second: logits (..., vocab) → (...) float32, nats."""
+    first, second = torch.topk(logits.float(), 2, dim=-1).values.unbind(-1)
+    return first - second
