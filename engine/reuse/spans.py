@@ -7,6 +7,8 @@ from typing import Literal
 
 import numpy as np
 
+from .rules import Rule
+
 
 @dataclass(frozen=True)
 class Span:
@@ -41,8 +43,8 @@ class Plan:
         spans: In order, non-empty, partitioning `[0, tokens)`; exact spans come first.
         positions: (tokens,) int64, strictly increasing: the position id of each prompt token.
         corrected: (n,) int64, strictly increasing: slid tokens to compute again.
-        selects: Whether slid tokens to correct are still to be chosen, by staleness, once the fresh tokens before them
-            are computed.
+        correction: How slid tokens to correct are chosen while the prompt is computed; None if `corrected` says it
+            all.
         policy: The policy that was asked for.
         fallback: Why less is reused than the policy allows, or None.
     """
@@ -50,7 +52,7 @@ class Plan:
     spans: tuple[Span, ...]
     positions: np.ndarray
     corrected: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    selects: bool = False
+    correction: Rule | None = None
     policy: str = "recompute"
     fallback: str | None = None
 

@@ -20,6 +20,7 @@ from ..reuse.index import CacheIndex, SpaceKey
 from ..reuse.plan import PlanRequest
 from ..reuse.plan import plan as make_plan
 from ..reuse.replies import ReplyBooks
+from ..reuse.rules import ByStaleness
 from ..reuse.spans import Plan
 from ..segments import EncodedPrompt, Prompt
 from ..slide.assembly import Assembly
@@ -131,7 +132,7 @@ class Preparation:
         """
         plan, assembly = prepared.plan, prepared.assembly
         try:
-            correction = self._correction(prepared) if plan.selects else None
+            correction = self._correction(prepared, plan.correction) if plan.correction else None
             logits = prefill(
                 self.forward,
                 prepared.token_ids,
@@ -193,6 +194,7 @@ class Preparation:
             session=session,
             sequences=self.index.candidates(space),
             correction_share=self._config.correction_share,
+            staleness_bound=self._config.staleness_bound,
             min_slide_tokens=self._config.min_slide_tokens,
             max_hops=self._config.max_hops,
             share_slid=self._config.share_slid,
@@ -226,7 +228,7 @@ class Preparation:
             self._unpin(plan)
             raise
 
-    def _correction(self, prepared: Prepared) -> Correction:
+    def _correction(self, prepared: Prepared, rule: ByStaleness) -> Correction:
         plan = prepared.plan
         return Correction(
             prepared.token_ids,
@@ -236,8 +238,8 @@ class Preparation:
             self.pool,
             self.queries,
             self._spec,
-            bound=self._config.staleness_bound,
-            cap_share=self._config.correction_share,
+            bound=rule.bound,
+            cap_share=rule.cap_share,
         )
 
     def _unpin(self, plan: Plan) -> None:

@@ -185,7 +185,7 @@ class WatchedEngine:
                 for own, theirs in zip(stored, donor.asked[layer_idx], strict=True):
                     assert torch.equal(own[kept], theirs[source]), f"queries of {span}"
             assert (sequence.query_positions[kept] == donor.query_positions[source]).all()
-            if plan.selects and span.treatment == "slid":
+            if plan.correction and span.treatment == "slid":
                 assert (sequence.staleness[kept] >= donor.staleness[source]).all(), "a debt was forgotten"
             else:
                 assert (sequence.staleness[kept] == donor.staleness[source]).all()

@@ -22,6 +22,7 @@ class PlanRequest:
         session: The session that asks, or None.
         sequences: What is cached in the prompt's space (namespace and template); nothing else is looked at.
         correction_share: See `EngineConfig`.
+        staleness_bound: See `EngineConfig`.
         min_slide_tokens: See `EngineConfig`.
         max_hops: See `EngineConfig`.
         share_slid: See `EngineConfig`.
@@ -31,6 +32,7 @@ class PlanRequest:
     session: str | None
     sequences: Sequence[CachedSequence]
     correction_share: float = 0.15
+    staleness_bound: float = 0.01
     min_slide_tokens: int = 16
     max_hops: int = 20
     share_slid: bool = False

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..diff import common_prefix_tokens, matching_runs
 from ..index import CachedSequence
+from ..rules import ByStaleness
 from ..spans import Plan, Span
 from .interface import PlanRequest
 from .prefix import by_recency, exact_span
@@ -46,10 +47,11 @@ class Slide:
     def plan(self, request: PlanRequest) -> Plan:
         """Exact, slid and fresh spans; the engine selects what to correct, at most `correction_share`."""
         spans, runs = slid_spans(request)
+        rule = ByStaleness(request.staleness_bound, request.correction_share)
         return Plan(
             spans=tuple(spans),
             positions=request.positions,
-            selects=bool(runs) and request.correction_share > 0.0,
+            correction=rule if runs and request.correction_share > 0.0 else None,
             policy=self.name,
         )
 

@@ -15,6 +15,7 @@ from cacheslide_agents.engine.errors import ConfigError
 from cacheslide_agents.engine.reuse.index import CachedSequence, SpaceKey
 from cacheslide_agents.engine.reuse.plan import PlanRequest, assert_valid, plan, treatments
 from cacheslide_agents.engine.reuse.policies import POLICIES
+from cacheslide_agents.engine.reuse.rules import ByStaleness
 from cacheslide_agents.engine.reuse.spans import Plan, Span
 from cacheslide_agents.engine.segments import EncodedPrompt
 from cacheslide_agents.engine.slide.block_table import BlockTable
@@ -131,7 +132,8 @@ def test_every_plan_is_valid_and_true_when_conversations_are_edited(
         else:
             assert len(made.corrected) == 0
         slides = any(span.treatment == "slid" for span in made.spans)
-        assert made.selects == (policy == "slide" and slides and request.correction_share > 0.0)
+        chooses = policy == "slide" and slides and request.correction_share > 0.0
+        assert made.correction == (ByStaleness(0.01, request.correction_share) if chooses else None)
         if policy == "recompute":
             assert [span.treatment for span in made.spans] == ["fresh"]
         if policy == "prefix":

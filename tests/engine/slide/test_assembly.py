@@ -12,6 +12,7 @@ from cacheslide_agents.engine.config import PAGE_TOKENS
 from cacheslide_agents.engine.model.spec import ModelSpec, RopeSpec
 from cacheslide_agents.engine.position.rope import rotate_keys
 from cacheslide_agents.engine.reuse.index import CachedSequence, CacheIndex, SpaceKey
+from cacheslide_agents.engine.reuse.rules import ByStaleness
 from cacheslide_agents.engine.reuse.spans import Plan, Span
 from cacheslide_agents.engine.slide import assembly as assembly_module
 from cacheslide_agents.engine.slide.assembly import Assembly
@@ -191,7 +192,7 @@ def in_place(donor: CachedSequence) -> Plan:
             Span(64, 65, "fresh"),
         ),
         np.arange(65),
-        selects=True,
+        correction=ByStaleness(0.0, 1.0),
     )
 
 
@@ -222,7 +223,7 @@ def test_a_shared_page_is_copied_when_a_token_in_it_is_corrected() -> None:
 def test_a_page_is_written_where_it_lies_when_nobody_else_reads_it() -> None:
     cache = Cache()
     donor = cache.sequence(64)
-    plan = Plan((Span(0, 40, "slid", donor.id, 9, True), Span(40, 41, "fresh")), np.arange(41), selects=True)
+    plan = Plan((Span(0, 40, "slid", donor.id, 9, True), Span(40, 41, "fresh")), np.arange(41))
     assembly = check_reused(cache, plan, {donor.id: donor})
     pages = list(assembly.table.pages)
     assert assembly.correct(np.array([0, 39])).tolist() == [0, 39]

@@ -10,7 +10,7 @@ from tests.engine.reuse.cached_text import cached, joined, planned, text
 
 def head(tokens: np.ndarray, *sequences: CachedSequence, correction_share: float = 0.1, max_hops: int = 20) -> Plan:
     made = planned("head", tokens, *sequences, correction_share=correction_share, max_hops=max_hops)
-    assert not made.selects
+    assert made.correction is None
     assert made.spans == planned("slide", tokens, *sequences, max_hops=max_hops).spans
     return made
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cacheslide_agents.engine.reuse.index import CachedSequence
+from cacheslide_agents.engine.reuse.rules import ByStaleness
 from cacheslide_agents.engine.reuse.spans import Plan, Span
 from tests.engine.reuse.cached_text import cached, joined, planned, text
 
@@ -28,7 +29,7 @@ def test_everything_is_exact_when_a_conversation_only_grows() -> None:
     history, reply, message = text(300), text(40), text(25)
     made = slide(joined(history, reply, message), cached(0, joined(history, reply)))
     assert made.spans == (Span(0, 340, "exact", 0, 0), Span(340, 365, "fresh"))
-    assert not made.selects and len(made.corrected) == 0
+    assert made.correction is None and len(made.corrected) == 0
 
 
 def test_the_rest_slides_when_a_message_in_the_middle_is_dropped() -> None:
@@ -153,10 +154,10 @@ def test_the_right_branch_is_found_when_there_are_very_many() -> None:
     assert slide(joined(wanted, message), *branches).spans[0].source == 60
 
 
-@pytest.mark.parametrize(("share", "selects"), [(0.0, False), (0.1, True), (1.0, True)])
-def test_correction_is_left_to_staleness_when_something_slides(share: float, selects: bool) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+def test_correction_is_left_to_staleness_when_something_slides(share: float) -> None:
     rest = text(200)
-    made = slide(joined(rest, text(5)), cached(0, joined(text(30), rest)), correction_share=share)
-    assert made.selects == selects
+    made = slide(joined(rest, text(5)), cached(0, joined(text(30), rest)), correction_share=share, staleness_bound=0.2)
+    assert made.correction == (ByStaleness(0.2, share) if share else None)
     assert len(made.corrected) == 0
-    assert not slide(text(40), cached(0, rest), correction_share=share).selects
+    assert not slide(text(40), cached(0, rest), correction_share=share).correction
