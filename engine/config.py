@@ -18,6 +18,9 @@ PolicyName = Literal["recompute", "prefix", "head", "slide"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "sdpa", "flash"]
 
+PER_REQUEST = ("policy", "correction_share", "staleness_bound", "min_slide_tokens", "max_hops", "share_slid")
+"""Settings that are read anew with every request, so that `Engine.adjust` can change them."""
+
 S = TypeVar("S", bound=type)
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,8 +26,8 @@ from .arguments import (
     text_ids,
 )
 from .attention import select_attention
-from .config import PAGE_TOKENS, EngineConfig, PolicyName, SamplingParams
-from .errors import RequestCancelledError
+from .config import PAGE_TOKENS, PER_REQUEST, EngineConfig, PolicyName, SamplingParams
+from .errors import ConfigError, RequestCancelledError
 from .model.decoder import Decoder
 from .model.loading import load_model
 from .run.drift import Drift
@@ -130,6 +130,7 @@ class Engine:
         session: str | None = None,
         namespace: str | None = None,
         policy: PolicyName | None = None,
+        store: bool = True,
     ) -> Output:
         """Answers a prompt.
 
@@ -140,6 +141,7 @@ class Engine:
                 are reused.
             namespace: The tenant; None is the configuration's.
             policy: How reuse is decided; None is the configuration's.
+            store: Whether later requests may reuse what is computed for this one. Comparisons store nothing.
 
         Raises:
             PromptError: The prompt is malformed.
@@ -149,7 +151,8 @@ class Engine:
             EngineClosedError: The engine was closed.
             RequestCancelledError: The engine was closed while the request waited or ran.
         """
-        with closing(self.stream(prompt, params, session=session, namespace=namespace, policy=policy)) as pieces:
+        pieces = self.stream(prompt, params, session=session, namespace=namespace, policy=policy, store=store)
+        with closing(pieces):
             return _collect(list(pieces))
 
     def stream(
@@ -160,6 +163,7 @@ class Engine:
         session: str | None = None,
         namespace: str | None = None,
         policy: PolicyName | None = None,
+        store: bool = True,
     ) -> Generator[Piece, None, None]:
         """Answers a prompt piece by piece; the last piece carries the receipt.
 
@@ -167,7 +171,7 @@ class Engine:
         of `generate`; errors are raised by the first `next`.
         """
         events: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
-        request = self._request(prompt, params, session, namespace, policy, events.put)
+        request = self._request(prompt, params, session, namespace, policy, store, events.put)
         job = partial(self._runner.serve, request)
         self._scheduler.submit(job)
         ended = False
@@ -193,9 +197,10 @@ class Engine:
         session: str | None = None,
         namespace: str | None = None,
         policy: PolicyName | None = None,
+        store: bool = True,
     ) -> Output:
         """`generate` for asyncio; cancelling the task cancels the request."""
-        pieces = self.astream(prompt, params, session=session, namespace=namespace, policy=policy)
+        pieces = self.astream(prompt, params, session=session, namespace=namespace, policy=policy, store=store)
         return _collect([piece async for piece in pieces])
 
     async def astream(
@@ -206,6 +211,7 @@ class Engine:
         session: str | None = None,
         namespace: str | None = None,
         policy: PolicyName | None = None,
+        store: bool = True,
     ) -> AsyncIterator[Piece]:
         """`stream` for asyncio; closing the iterator or cancelling the task cancels the request."""
         loop = asyncio.get_running_loop()
@@ -217,7 +223,7 @@ class Engine:
             except RuntimeError:  # the loop was closed: nobody is listening any more
                 request.cancel()
 
-        request = self._request(prompt, params, session, namespace, policy, emit)
+        request = self._request(prompt, params, session, namespace, policy, store, emit)
         job = partial(self._runner.serve, request)
         self._scheduler.submit(job)
         ended = False
@@ -312,6 +318,25 @@ class Engine:
         )
         return self._run(job)
 
+    def adjust(self, **changes: Any) -> None:
+        """Changes settings for the requests to come; what is cached stays.
+
+        Args:
+            changes: Settings of `config.PER_REQUEST` and their new values.
+
+        Raises:
+            ConfigError: A setting does not exist, cannot change while the engine lives, or has a value outside its
+                limits; nothing is changed then.
+        """
+        for name in changes:
+            if name not in PER_REQUEST:
+                raise ConfigError(
+                    f"{name} cannot change while an engine lives: load another, or change {', '.join(PER_REQUEST)}"
+                )
+        config = self.config.with_changes(**changes)
+        self._run(partial(self._runner.preparation.adjust, config))
+        self.config = config
+
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, without special ones."""
         return len(text_ids(text, self.tokenizer))
@@ -355,6 +380,7 @@ class Engine:
         session: str | None,
         namespace: str | None,
         policy: PolicyName | None,
+        store: bool,
         emit: Callable[[Piece | BaseException], None],
     ) -> Request:
         return Request(
@@ -366,6 +392,7 @@ class Engine:
             emit=emit,
             submitted_at=time.perf_counter(),
             closing=self._closing,
+            store=store,
         )
 
     def _cancel(self, request: Request, job: Job) -> None:

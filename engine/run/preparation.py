@@ -88,6 +88,10 @@ class Preparation:
         self.forward = forward
         self.context_tokens = context_tokens
 
+    def adjust(self, config: EngineConfig) -> None:
+        """Plans what comes next with other settings (`config.PER_REQUEST`); what is cached stays."""
+        self._config = config
+
     def prepare(
         self,
         prompt: Prompt,

@@ -62,6 +62,7 @@ class Request:
         emit: Takes the pieces in order, or the error that ended the request. Called on the engine's thread.
         submitted_at: `time.perf_counter()` at submission, in seconds.
         closing: Set when the engine closes, which cancels every request.
+        store: Whether later requests may reuse what is computed for this one.
     """
 
     prompt: Prompt
@@ -72,6 +73,7 @@ class Request:
     emit: Callable[[Piece | BaseException], None]
     submitted_at: float
     closing: threading.Event = field(default_factory=threading.Event)
+    store: bool = True
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:

@@ -110,7 +110,10 @@ class Runner:
         except BaseException:
             self._pool.release(prepared.assembly.table.pages)
             raise
-        self._remember(request, prepared.header, sequence, answer)
+        if request.store:
+            self._remember(request, prepared.header, sequence, answer)
+        else:
+            self._pool.release(sequence.table.pages)
         self._count(receipt)
         request.emit(replace(piece, receipt=receipt))
 

@@ -1,0 +1,52 @@
+"""What comparing policies needs of an engine: answers that store nothing and settings that change while it lives."""
+
+from __future__ import annotations
+
+import pytest
+
+from cacheslide_agents.engine.errors import ConfigError
+from tests.engine.turns import FEW, first_turn, second_turn, tiny_engine
+
+
+@pytest.fixture
+def engine():
+    with tiny_engine(staleness_bound=0.0) as engine:
+        engine.generate(first_turn(), FEW, session="s")
+        yield engine
+
+
+def _tokens(engine, **settings):
+    receipt = engine.generate(second_turn(), FEW, session="s", **settings).receipt
+    return receipt.exact_tokens, receipt.slid_tokens, receipt.corrected_tokens, receipt.fresh_tokens
+
+
+@pytest.mark.parametrize("policy", ["recompute", "prefix", "head", "slide"])
+def test_nothing_changes_for_later_requests_when_an_answer_is_not_stored(engine, policy):
+    before = engine.stats()
+    tokens = [_tokens(engine, policy=policy, store=False) for _ in range(2)]
+    after = engine.stats()
+    assert tokens[0] == tokens[1]
+    assert (after.free_pages, after.cached_sequences) == (before.free_pages, before.cached_sequences)
+    assert after.requests == before.requests + 2
+
+
+def test_later_requests_reuse_more_when_an_answer_is_stored(engine):
+    fresh_tokens = [_tokens(engine, policy="slide")[-1] for _ in range(2)]
+    assert fresh_tokens[1] < fresh_tokens[0]
+
+
+def test_more_is_corrected_when_the_share_is_raised(engine):
+    _, slid, few, _ = _tokens(engine, store=False)
+    engine.adjust(correction_share=0.5)
+    _, slid_still, many, _ = _tokens(engine, store=False)
+    assert slid_still == slid, "what was cached is still there"
+    assert few < many == pytest.approx(0.5 * slid, abs=1)
+    assert engine.config.correction_share == 0.5
+
+
+def test_the_setting_is_refused_when_it_cannot_change_or_does_not_fit(engine):
+    with pytest.raises(ConfigError, match="pool_tokens cannot change while an engine lives"):
+        engine.adjust(pool_tokens=64, correction_share=0.5)
+    with pytest.raises(ConfigError, match=r"correction_share = 2.*from 0"):
+        engine.adjust(correction_share=2)
+    assert engine.config.correction_share == 0.15
