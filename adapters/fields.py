@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -55,6 +55,8 @@ class ModelFields(BaseModel):
     pool_tokens: int | None = None
     pool_share: float = 0.25
     prefill_chunk_tokens: int = 2048
+    repair: bool | Literal["auto"] = "auto"
+    repair_seconds: float = 30.0
     attention: AttentionName = "auto"
     cache_dir: Path | None = None
     offline: bool = False

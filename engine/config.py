@@ -63,6 +63,9 @@ class EngineConfig:
         pool_tokens: Size of the KV pool in tokens; None takes `pool_share` of the memory free at load.
         pool_share: Share of free memory that the pool may take when `pool_tokens` is None.
         prefill_chunk_tokens: Prompt tokens that go through all layers at once.
+        repair: Whether cached tokens that hang on slid ones are computed again while nobody asks, until they are exact;
+            `auto` is on a GPU only.
+        repair_seconds: Most time that repair takes between two requests.
         attention: `auto` takes flash-attn on CUDA where it is installed and torch's SDPA elsewhere.
         cache_dir: Where converted models lie; None is the user's cache folder.
         offline: Never ask a hub, even for a hub id.
@@ -82,6 +85,8 @@ class EngineConfig:
     pool_tokens: int | None = None
     pool_share: float = 0.25
     prefill_chunk_tokens: int = 2048
+    repair: bool | Literal["auto"] = "auto"
+    repair_seconds: float = 30.0
     attention: AttentionName = "auto"
     cache_dir: Path | None = None
     offline: bool = False
@@ -96,6 +101,9 @@ class EngineConfig:
         check.number("correction_share", 0.0, 1.0)
         check.number("staleness_bound", 0.0, 1.0)
         check.number("pool_share", 0.0, 0.95, open_low=True)
+        check.number("repair_seconds", 0.0)
+        if self.repair != "auto" and not isinstance(self.repair, bool):
+            check.refuse("repair", "use True, False or auto")
         check.count("min_slide_tokens", 1)
         check.count("max_hops", 0, 255)
         check.count("prefill_chunk_tokens", 1)

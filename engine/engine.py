@@ -87,7 +87,10 @@ class Engine:
         self.context_tokens = context_tokens
         self._decoder = decoder
         self._runner = Runner(config, decoder, tokenizer, pool, queries, attention, context_tokens)
-        self._scheduler = Scheduler(f"cacheslide {model_name}")
+        self._repairs = decoder.device.type == "cuda" if config.repair == "auto" else config.repair
+        self._scheduler = Scheduler(
+            f"cacheslide {model_name}", idle_work=self._runner.repair.step if self._repairs else None
+        )
         self._closing = threading.Event()
         self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._closing)
 
@@ -345,9 +348,29 @@ class Engine:
         """Drops everything cached for a session; None for what was asked without one."""
         self._run(partial(self._runner.forget, checked_namespace(namespace, self.config), checked_session(session)))
 
+    def wait_until_repaired(self, timeout_seconds: float | None = None) -> bool:
+        """Waits while repair goes on; a request of another thread delays it.
+
+        Args:
+            timeout_seconds: Longest wait; None waits as long as there is something to do.
+
+        Returns:
+            Whether everything cached is exact. False too if `repair_seconds` are spent or no page is free.
+
+        Raises:
+            ConfigError: Repair is off.
+            EngineClosedError: The engine was closed.
+        """
+        if not self._repairs:
+            raise ConfigError(
+                f"EngineConfig.repair = {self.config.repair!r} is off on {self._decoder.device}: load with repair=True"
+            )
+        quiet = self._scheduler.wait_until_quiet(timeout_seconds)
+        return quiet and not self._runner.repair.num_tainted
+
     def stats(self) -> EngineStats:
         """What the engine holds and has done, between two requests or in the middle of one."""
-        pool, index = self._runner.preparation.pool, self._runner.preparation.index
+        pool, index, repair = self._runner.preparation.pool, self._runner.preparation.index, self._runner.repair
         cached = index.stats()
         return EngineStats(
             model=self.model_name,
@@ -358,8 +381,12 @@ class Engine:
             free_pages=pool.num_free,
             cached_sequences=cached.sequences,
             cached_tokens=cached.tokens,
+            exact_cached_tokens=cached.tokens - cached.tainted_tokens,
             evicted_sequences=cached.evicted_sequences,
             waiting_requests=self._scheduler.waiting,
+            repaired_tokens=repair.tokens,
+            repair_seconds=repair.seconds,
+            interrupted_repairs=repair.interrupted_steps,
             **self._runner.totals,
         )
 

@@ -65,8 +65,14 @@ class Receipt:
         """Prompt tokens that were computed: fresh + corrected."""
         return self.fresh_tokens + self.corrected_tokens
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the answer is that of a full prefill, but for rounding: nothing slid."""
+        return self.slid_tokens == 0
+
     def to_dict(self) -> dict[str, Any]:
-        """The receipt as plain JSON values, with the derived counts."""
+        """The receipt as plain JSON values, with what is derived from them."""
         fields = asdict(self)
         fields["treatments"] = [list(run) for run in self.treatments]
-        return {**fields, "cache_read_tokens": self.cache_read_tokens, "computed_tokens": self.computed_tokens}
+        derived = ("cache_read_tokens", "computed_tokens", "is_exact")
+        return {**fields, **{name: getattr(self, name) for name in derived}}

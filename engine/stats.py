@@ -18,6 +18,7 @@ class EngineStats:
         free_pages: Pages that nothing refers to.
         cached_sequences: Sequences that may be reused.
         cached_tokens: Their tokens, shared ones counted once for each.
+        exact_cached_tokens: Those of them that are exact: computed as if nothing had ever been slid.
         evicted_sequences: Sequences dropped for room since the start.
         waiting_requests: Calls in the queue.
         requests: Calls answered.
@@ -28,6 +29,9 @@ class EngineStats:
         corrected_tokens: See `Receipt`.
         fresh_tokens: See `Receipt`.
         generated_tokens: Tokens of answers.
+        repaired_tokens: Cached tokens that repair made exact.
+        repair_seconds: Time spent on repair while nobody asked.
+        interrupted_repairs: Steps of repair that a request stopped.
     """
 
     model: str
@@ -38,6 +42,7 @@ class EngineStats:
     free_pages: int
     cached_sequences: int
     cached_tokens: int
+    exact_cached_tokens: int
     evicted_sequences: int
     waiting_requests: int
     requests: int = 0
@@ -48,3 +53,6 @@ class EngineStats:
     corrected_tokens: int = 0
     fresh_tokens: int = 0
     generated_tokens: int = 0
+    repaired_tokens: int = 0
+    repair_seconds: float = 0.0
+    interrupted_repairs: int = 0

@@ -80,6 +80,7 @@ class IndexStats:
         sequences: Cached sequences.
         sessions: Different (space, session) pairs among them, without those of no session.
         tokens: Tokens over all sequences; shared ones count for each.
+        tainted_tokens: Those of them that are not exact.
         pinned: Sequences that a running request reads.
         evicted_sequences: Sequences forgotten for want of pages since the engine was loaded.
     """
@@ -87,6 +88,7 @@ class IndexStats:
     sequences: int
     sessions: int
     tokens: int
+    tainted_tokens: int
     pinned: int
     evicted_sequences: int
 
@@ -162,6 +164,27 @@ class CacheIndex:
         """All sequences of a space, most recently used first."""
         return [sequence for sequence in reversed(self._sequences.values()) if sequence.space == space]
 
+    def by_recency(self) -> list[CachedSequence]:
+        """All sequences, most recently used first."""
+        return list(reversed(self._sequences.values()))
+
+    def settle(self, sequence_id: int) -> None:
+        """Forgets what is superfluous in a session after one of its sequences became more exact.
+
+        Idle sequences that this one continues now go; or it goes itself, if an idle one that holds all of it is there.
+        """
+        sequence = self._sequences[sequence_id]
+        others = [other for other in self.session(sequence.space, sequence.session) if other is not sequence]
+        for other in others:
+            if sequence.pins == 0 and _continues(other, sequence):
+                if sequence.last_used > other.last_used:
+                    self.touch(other.id)
+                self.remove(sequence.id)
+                return
+        for other in others:
+            if other.pins == 0 and _continues(sequence, other):
+                self.remove(other.id)
+
     def spaces(self, namespace: str) -> list[SpaceKey]:
         """The spaces of a namespace in which something is cached."""
         return [space for space in {sequence.space for sequence in self._sequences.values()} if space[0] == namespace]
@@ -231,6 +254,7 @@ class CacheIndex:
                 {(sequence.space, sequence.session) for sequence in sequences if sequence.session is not None}
             ),
             tokens=sum(len(sequence) for sequence in sequences),
+            tainted_tokens=sum(len(sequence) - sequence.exact_tokens for sequence in sequences),
             pinned=sum(sequence.pins > 0 for sequence in sequences),
             evicted_sequences=self._evicted,
         )

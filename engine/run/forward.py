@@ -83,6 +83,11 @@ class Forward:
             hidden = decoder.finish(layer_idx, hidden, attended)
         return decoder.logits(hidden)
 
+    def wait(self) -> None:
+        """Returns when the device has computed what it was given; at once on a CPU."""
+        if self._decoder.device.type == "cuda":
+            torch.cuda.synchronize(self._decoder.device)
+
     def _lse(self, layer_idx: int, query: torch.Tensor) -> torch.Tensor | None:
         """Room for the log-sum-exps of a probe layer's rows."""
         if not self._queries.wants(layer_idx):

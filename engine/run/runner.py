@@ -28,6 +28,7 @@ from .detokenize import Detokenizer
 from .drift import Drift, measure
 from .forward import Forward
 from .preparation import Preparation
+from .repair import Repair
 from .request import Request
 from .sampling import Sampler
 from .sequence import RunningSequence
@@ -42,6 +43,7 @@ class Runner:
 
     Attributes:
         preparation: What is cached, and the way from a prompt to its logits.
+        repair: What makes cached sequences exact in `idle`.
         totals: Tokens by treatment, requests and fallbacks since the start.
     """
 
@@ -60,6 +62,13 @@ class Runner:
         self._pool = pool
         self._forward = Forward(decoder, pool, queries, attention)
         self.preparation = Preparation(config, decoder, tokenizer, pool, queries, self._forward, context_tokens)
+        self.repair = Repair(
+            pool,
+            queries,
+            self.preparation.index,
+            self._forward,
+            limit_seconds=config.repair_seconds,
+        )
         self.totals: dict[str, int] = defaultdict(int)
 
     @torch.inference_mode()
@@ -72,6 +81,7 @@ class Runner:
 
     def _serve(self, request: Request) -> None:
         request.check()
+        self.repair.restart()
         started = time.perf_counter()
         prepared = self.preparation.prepare(request.prompt, request.session, request.namespace, request.policy)
         room = self.preparation.context_tokens - len(prepared.token_ids)

@@ -1,4 +1,7 @@
-"""One queue, one thread: requests and other work on the model run first come, first served."""
+"""One queue, one thread: requests and other work on the model run first come, first served.
+
+While the queue is empty the thread may do work that nobody waits for, in steps that stop when a job comes.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,23 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 from ..errors import EngineClosedError
 
+T = TypeVar("T")
 Job = Callable[[], None]
+IdleWork = Callable[[Callable[[], None]], bool]
+"""Does one step; is handed a `check` to call often, which raises `InterruptedStepError` when a job waits.
+
+Returns whether there may be more to do."""
+
+PAUSE_SECONDS = 0.05
+"""The queue has to be empty for so long before idle work begins: a caller's next request often follows at once."""
+
+
+class InterruptedStepError(Exception):
+    """A step of idle work is not wanted any more: a job waits, or the scheduler closes. Never seen by a caller."""
 
 
 class Scheduler:
@@ -19,7 +35,16 @@ class Scheduler:
     stopping the jobs behind it. A fork of the process has no such thread: there every job is refused.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, idle_work: IdleWork | None = None) -> None:
+        """Starts the thread.
+
+        Args:
+            name: The thread's.
+            idle_work: Called again and again while no job waits, until it returns False; after the next job it is
+                called again. An exception that leaves it is a bug, as with jobs, and ends it until the next job.
+        """
+        self._idle_work = idle_work
+        self._is_quiet = False
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -59,6 +84,7 @@ class Scheduler:
             if self._closed:
                 raise EngineClosedError("the engine is closed: load a new one")
             self._jobs.append(job)
+            self._is_quiet = False
             self._changed.notify_all()
 
     def withdraw(self, job: Job) -> bool:
@@ -69,6 +95,19 @@ class Scheduler:
             except ValueError:
                 return False
             return True
+
+    def wait_until_quiet(self, timeout_seconds: float | None = None) -> bool:
+        """Waits until no job runs or waits and no idle work is left; False if that takes longer.
+
+        Raises:
+            EngineClosedError: `close` was called, or the thread lives in another process.
+        """
+        self.check_process()
+        with self._changed:
+            quiet = self._changed.wait_for(lambda: self._is_quiet or self._closed, timeout_seconds)
+            if self._closed:
+                raise EngineClosedError("the engine is closed: load a new one")
+            return quiet
 
     def close(self) -> None:
         """Takes no more jobs, runs those that wait (cancel them first to be quick) and ends the thread."""
@@ -81,15 +120,39 @@ class Scheduler:
             self._thread.join()
 
     def _run(self) -> None:
+        is_idle_work_left = True
+        pause: float | None = PAUSE_SECONDS
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closed)
-                if not self._jobs:
+                if self._idle_work is None or not is_idle_work_left:
+                    self._is_quiet = not self._jobs
+                    self._changed.notify_all()
+                    pause = None
+                self._changed.wait_for(lambda: self._jobs or self._closed, pause)
+                if not self._jobs and self._closed:
                     return
-                job = self._jobs.popleft()
-            try:
-                job()
-            except Exception as error:
-                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
-            finally:
+                job = self._jobs.popleft() if self._jobs else None
+            if job is not None:
+                self._attempt(job)
                 del job  # else it would live, with all that it holds, until the next one comes
+                is_idle_work_left, pause = True, PAUSE_SECONDS
+            else:
+                is_idle_work_left, pause = bool(self._attempt(self._idle_step)), 0.0
+
+    def _idle_step(self) -> bool:
+        assert self._idle_work is not None
+        return self._idle_work(self._check_idle)
+
+    def _check_idle(self) -> None:
+        if self._jobs or self._closed:
+            raise InterruptedStepError
+
+    def _attempt(self, work: Callable[[], T]) -> T | None:
+        """Runs something; its result, or None if it raised."""
+        try:
+            return work()
+        except InterruptedStepError:
+            return None
+        except Exception as error:
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
+            return None

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.errors import ContextLengthError
+from cacheslide_agents.engine.run import repair
 from cacheslide_agents.engine.segments import Role
 from tests.reference.session_check import WatchedEngine
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
@@ -56,6 +57,8 @@ class Turn:
     max_tokens: int
     compare: bool
     forget: bool
+    repair_steps: int
+    stop_after_layers: int | None
 
 
 EDITS = st.builds(
@@ -73,6 +76,8 @@ TURNS = st.builds(
     max_tokens=st.integers(1, 18),
     compare=st.booleans(),
     forget=st.sampled_from([False] * 9 + [True]),
+    repair_steps=st.sampled_from([0, 0, 0, 1, 2, 40]),
+    stop_after_layers=st.sampled_from([None, None, None, 0, 1, 3]),
 )
 SETTINGS = st.fixed_dictionaries(
     {
@@ -125,6 +130,7 @@ class Script:
             self.watched.check_pages()
             return
         self.replies[turn.session] = output.text
+        self.watched.repair(turn.repair_steps, turn.stop_after_layers)
         if turn.compare:
             self._compare(prompt, call)
         if turn.forget and call["session"]:
@@ -187,7 +193,11 @@ def run_script(family: str, config: dict[str, Any], turns: list[Turn]) -> None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mistral+24"])
-def test_every_token_is_what_its_receipt_says_when_sessions_are_edited(family: str) -> None:
+def test_every_token_is_what_its_receipt_says_when_sessions_are_edited(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repair, "STEP_TOKENS", 48)  # so that these short prompts take several steps
+
     @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
     @given(SETTINGS, st.lists(TURNS, min_size=4, max_size=9))
     def check(config: dict[str, Any], turns: list[Turn]) -> None:

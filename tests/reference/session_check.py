@@ -3,7 +3,8 @@
 Exact tokens must be the donor's bit for bit, slid ones the donor's moved by complex numbers in float64, computed ones
 what their layer gives over the K and V stored before them (dense attention), and the untainted prefix what a prefill
 of nothing else gives. Stored queries must be those that a token had when it was computed, and only tokens that slid
-without correction may be stale. Slots that nobody owns are filled with NaN, so that reading one shows.
+without correction may be stale. Repair, a step at a time, may change nothing but the tokens that it computes again.
+Slots that nobody owns are filled with NaN, so that reading one shows.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from cacheslide_agents.engine.reuse.plan import assert_valid
 from cacheslide_agents.engine.reuse.spans import Plan
 from cacheslide_agents.engine.run.preparation import Prepared
 from cacheslide_agents.engine.run.request import Output
+from cacheslide_agents.engine.run.scheduler import InterruptedStepError
 from cacheslide_agents.engine.run.sequence import RunningSequence
 from cacheslide_agents.engine.slide.block_table import BlockTable
 from tests.reference.complex_rope import rotate_directly
 from tests.reference.dense_attention import dense_attention, dense_lse
+from tests.reference.dense_pass import DensePass
 
 Asked = dict[int, tuple[Tensor, Tensor]]
 """By probe layer: queries (tokens, heads, head_dim) and their log-sum-exps (tokens, heads)."""
@@ -93,6 +96,88 @@ class WatchedEngine:
         self.check_kept(before)
         self.check_pages()
         return logits
+
+    def repair(self, max_steps: int, stop_after_layers: int | None = None) -> int:
+        """Steps of repair, everything about them checked; returns how many were done.
+
+        Args:
+            max_steps: At most so many.
+            stop_after_layers: If given, each step is first stopped after that many layers, which must leave no trace.
+        """
+        for number in range(max_steps):
+            if stop_after_layers is not None:
+                self._step_of_repair(stop_after_layers)
+            if not self._step_of_repair(None):
+                return number
+        return max_steps
+
+    def _step_of_repair(self, stop_after_layers: int | None) -> bool:
+        sequences = {each.id: each for each in self._sequences()}
+        before = {each.id: self._held(each) for each in sequences.values()}
+        exact = {each.id: each.exact_tokens for each in sequences.values()}
+        tables = {each.id: list(each.table.pages) for each in sequences.values()}
+        self.poison()
+        layers = iter(range(stop_after_layers if stop_after_layers is not None else 10**6))
+
+        def check() -> None:
+            if next(layers, None) is None:
+                raise InterruptedStepError
+
+        goes_on: bool = self.engine._run(lambda: self._runner.repair.step(check))
+        changed = {
+            each
+            for each, sequence in sequences.items()
+            if (tables[each], exact[each]) != (sequence.table.pages, sequence.exact_tokens)
+        }
+        assert len(changed) == (goes_on and stop_after_layers is None), "one sequence is repaired at a time"
+        for each in changed:
+            self._check_repaired(sequences[each], before.pop(each), exact[each])
+        for sequence_id, held in before.items():
+            sequence = sequences[sequence_id]
+            for name in ("hops", "query_positions", "staleness"):
+                assert np.array_equal(getattr(sequence, name), getattr(held, name)), f"{name} changed"
+        self.check_kept(before)
+        for sequence_id in before.keys() - {each.id for each in self._sequences()}:
+            assert self._is_superfluous(sequences[sequence_id]), "a sequence is gone that nothing else holds"
+        self.check_pages()
+        return goes_on
+
+    def _check_repaired(self, sequence: CachedSequence, held: _Held, exact_tokens: int) -> None:
+        """What a step computed is what its layer gives over the rest, and the rest is as it was, be it elsewhere."""
+        if sequence.id not in {each.id for each in self._sequences()}:
+            assert self._is_superfluous(sequence)
+            return
+        num_tokens = len(sequence)
+        kv, asked = self._kv(sequence.table, num_tokens), self._asked(sequence.table, num_tokens)
+        assert kv.isfinite().all(), "unwritten slots were read"
+        assert sequence.exact_tokens >= exact_tokens
+        settled = (sequence.hops == 0) & (sequence.query_positions == sequence.positions) & (sequence.staleness == 0.0)
+        assert settled[: sequence.exact_tokens].all()
+        differs = (kv != held.kv).flatten(2).any(-1).any(0).numpy()
+        differs |= sequence.staleness != held.staleness
+        differs[exact_tokens : sequence.exact_tokens] = True
+        computed = np.flatnonzero(differs)
+        assert len(computed) and computed[0] >= exact_tokens and settled[computed].all()
+        for layer_idx, stored in asked.items():
+            for own, theirs in zip(stored, held.asked[layer_idx], strict=True):
+                assert torch.equal(own[torch.from_numpy(~differs)], theirs[torch.from_numpy(~differs)])
+        self._check_active(sequence, kv, asked, computed)
+        if sequence.exact_tokens:
+            dense = DensePass(
+                self._runner._decoder,
+                sequence.token_ids[: sequence.exact_tokens],
+                sequence.positions[: sequence.exact_tokens],
+            )
+            torch.testing.assert_close(kv[:, : sequence.exact_tokens], dense.kv, atol=1e-4, rtol=1e-4)
+
+    def _is_superfluous(self, gone: CachedSequence) -> bool:
+        return any(
+            (each.space, each.session) == (gone.space, gone.session)
+            and np.array_equal(each.token_ids[: len(gone)], gone.token_ids)
+            and np.array_equal(each.positions[: len(gone)], gone.positions)
+            and each.exact_tokens >= gone.exact_tokens
+            for each in self._sequences()
+        )
 
     @property
     def corrected_all(self) -> bool:
@@ -206,7 +291,9 @@ class WatchedEngine:
             self._walk(sequence, own, np.arange(untainted), store=True)
             torch.testing.assert_close(kv[:, :untainted], own, atol=1e-3, rtol=1e-3)
 
-    def _check_active(self, sequence: RunningSequence, kv: Tensor, asked: Asked, tokens: np.ndarray) -> None:
+    def _check_active(
+        self, sequence: RunningSequence | CachedSequence, kv: Tensor, asked: Asked, tokens: np.ndarray
+    ) -> None:
         stored = kv.clone()
         computed = self._walk(sequence, stored, tokens, store=False)
         torch.testing.assert_close(kv[:, torch.from_numpy(tokens)], computed, atol=1e-3, rtol=1e-3)
@@ -217,7 +304,9 @@ class WatchedEngine:
             torch.testing.assert_close(lse[torch.from_numpy(tokens)], sums.float(), atol=1e-3, rtol=1e-3)
 
     @torch.inference_mode()
-    def _walk(self, sequence: RunningSequence, kv: Tensor, tokens: np.ndarray, *, store: bool) -> Tensor:
+    def _walk(
+        self, sequence: RunningSequence | CachedSequence, kv: Tensor, tokens: np.ndarray, *, store: bool
+    ) -> Tensor:
         """K and V of some tokens over `kv` (layers, tokens, ...), which receives them layer by layer if `store`."""
         decoder = self._runner._decoder
         hidden = decoder.embed(torch.from_numpy(sequence.token_ids[tokens]))
