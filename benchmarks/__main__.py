@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import fidelity, speed
+from . import fidelity, session, speed
 from .workload import FAMILIES, DataMissingError, data_folder
 
-PARTS = ("speed", "ttft", "gather", "exactness", "times", "divergence")
+PARTS = ("speed", "ttft", "gather", "exactness", "times", "divergence", "session")
 KL_LIMITS = {"memory": 0.01, "reflexion": 0.01, "tools": 0.01}
 TTFT_LIMITS = {"slide, no correction": 0.30, "head, 10 % corrected": 0.42}
 
@@ -59,6 +59,9 @@ def main() -> int:
     if "divergence" in wanted:
         figures["divergence"] = fidelity.divergence(arguments.limit)
         missed += _show_divergence(console, figures["divergence"])
+    if "session" in wanted:
+        figures["session"] = {"divergence": session.divergence(arguments.limit), "delay": session.delay()}
+        missed += _show_session(console, figures["session"])
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
@@ -162,6 +165,43 @@ def _show_divergence(console: Console, figures: dict[str, Any]) -> list[str]:
     _table(console, "Divergence of slide from a full prefill, float32, nats", ("family", *columns, "target mean"), rows)
     return _missed(
         *((f"{family}: mean KL {limit}", figures[family]["mean_kl"] <= limit) for family, limit in KL_LIMITS.items())
+    )
+
+
+def _show_session(console: Console, figures: dict[str, Any]) -> list[str]:
+    divergence, delay = figures["divergence"], figures["delay"]
+    plain, repaired = divergence["unrepaired"], divergence["repaired"]
+    _table(
+        console,
+        f"KL of slide by turn, {divergence['conversations']} conversations, float32, nats",
+        ("turn", "prompt tokens", "without repair", "with repair"),
+        [
+            _row(turn, f"{tokens:.0f}", *kls)
+            for turn, (tokens, *kls) in enumerate(
+                zip(divergence["prompt_tokens"], plain["kl"], repaired["kl"], strict=True)
+            )
+        ],
+    )
+    _table(
+        console,
+        "Session: means from the second turn on, and repair's delay of a request",
+        ("", "without repair", "with repair", "target"),
+        [
+            _row("mean KL", plain["mean_kl"], repaired["mean_kl"], "with repair < 5e-4"),
+            _row("mean KL of the first five", plain["first_mean_kl"], repaired["first_mean_kl"]),
+            _row("mean KL of the last five", plain["last_mean_kl"], repaired["last_mean_kl"]),
+            _row("last : first", plain["growth"], repaired["growth"], "without repair <= 1.5"),
+            _row("largest KL", plain["max_kl"], repaired["max_kl"]),
+            _row("corrected", plain["corrected"], repaired["corrected"]),
+            _row("repaired tokens a second", "", divergence["repair_tokens_per_second"]),
+            _row(f"delay of {delay['requests']} requests, median s", "", delay["median_seconds"]),
+            _row("longest, s", "", delay["max_seconds"], "<= 0.05"),
+        ],
+    )
+    return _missed(
+        ("session with repair: mean KL 0.0005", repaired["mean_kl"] < 5e-4),
+        ("session without repair: last five turns 1.5 times the first five", plain["growth"] <= 1.5),
+        ("repair delays a request by at most 50 ms", delay["max_seconds"] <= 0.05),
     )
 
 

@@ -103,7 +103,7 @@ class Repair:
         start, num_pages = sequence.exact_tokens, self._pool.num_free
         if len(sequence) - start > STEP_TOKENS:
             staleness = sequence.staleness[start:]
-            owing = np.flatnonzero((staleness >= WORTH_STALENESS)
+            owing = np.flatnonzero(staleness >= WORTH_STALENESS)
             if len(owing):
                 stalest = start + owing[np.argsort(-staleness[owing], kind="stable")[:STEP_TOKENS]]
                 pages = list(dict.fromkeys((stalest // PAGE_TOKENS).tolist()))[:num_pages]
