@@ -54,7 +54,8 @@ class EngineConfig:
         policy: The default policy of requests.
         correction_share: Most of the slid tokens that are computed again, as a share, 0 to 1: the cap of `slide`, the
             budget of `head`.
-        staleness_bound: Staleness from which on `slide` computes a slid token again, 0 to 1; 0 spends the whole cap.
+        staleness_bound: Share of the new text's attention that `slide` may leave on stale tokens, 0 to 1: it corrects
+            until no more is left, within the cap. 0 spends the whole cap.
         min_slide_tokens: Matching runs shorter than this are computed, not slid: below it the copy costs more.
         max_hops: Rotations that a cached key may go through before it is computed again (rounding adds up).
         share_slid: Whether slid donors may come from other sessions of the namespace.
@@ -76,7 +77,7 @@ class EngineConfig:
     dtype: DtypeName = "auto"
     policy: PolicyName = "slide"
     correction_share: float = 0.15
-    staleness_bound: float = 0.01
+    staleness_bound: float = 0.0003
     min_slide_tokens: int = PAGE_TOKENS
     max_hops: int = 20
     share_slid: bool = False

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ByStaleness:
-    """The stalest are corrected, once the fresh tokens before them are computed (`run.correction`).
+    """Stale tokens that the new text looks at are corrected, once the text around them is computed (`run.correction`).
 
     Attributes:
-        bound: Staleness from which on a token is corrected, 0 to 1.
+        bound: Share of the new text's attention that may be left on stale tokens, 0 to 1.
         cap_share: Most of the slid tokens that are chosen, as a share.
     """
 

@@ -1,4 +1,4 @@
-"""Which slid tokens are computed again: the stalest, until none above a bound is left or the budget is spent."""
+"""Which slid tokens are computed again: stale ones that the new text looks at, until little stale attention is left."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ import math
 
 import numpy as np
 
+DEMAND_POWER = 0.75
+"""How strongly demand counts beside staleness. Below 1 because the answer will look at other tokens than the text
+before it did; powers between 0.5 and 1 did much the same."""
 
-def select_stalest(staleness: np.ndarray, bound: float, cap_share: float) -> np.ndarray:
-    """The smallest set whose correction leaves every token's staleness below `bound`, within a cap.
+
+def select_needed(staleness: np.ndarray, demand: np.ndarray, bound: float, cap_share: float) -> np.ndarray:
+    """The tokens to correct, in the order of staleness times demand to the power of `DEMAND_POWER`.
+
+    So many are taken that the others' stale attention, the sum of demand times staleness, is at most `bound`, within
+    a cap.
 
     Args:
-        staleness: (tokens,) float32: of every slid token.
-        bound: Staleness from which on a token is corrected; 0 corrects all that the cap allows.
+        staleness: (tokens,) float32: of every slid token, 0 to 1.
+        demand: (tokens,) float32: share of the new text's attention that each gets.
+        bound: Stale attention that may be left, as a share of all attention; 0 spends the whole cap.
         cap_share: Most of the slid tokens that may be chosen, as a share.
 
     Returns:
-        (n,) int64, increasing: indices into `staleness`, the stalest if the cap cuts the set. Of equally stale tokens
-        the earlier come first.
+        (n,) int64, increasing: indices into `staleness`. Of equally needed tokens the earlier come first.
     """
     cap = min(len(staleness), math.ceil(cap_share * len(staleness) - 1e-9))
-    order = np.argsort(-staleness, kind="stable")[:cap]
-    return np.sort(order[staleness[order] >= bound]).astype(np.int64)
+    # In float64, or the sum over a long prompt would drown the last tokens' shares.
+    need, stale_attention = staleness.astype(np.float64), staleness.astype(np.float64) * demand
+    order = np.argsort(-need * demand**DEMAND_POWER, kind="stable")
+    left = stale_attention[order][::-1].cumsum()[::-1]  # at each place: what is left if the tokens from here on stay
+    enough = len(order) if bound == 0.0 else int((left > bound).sum())
+    return np.sort(order[: min(cap, enough)]).astype(np.int64)

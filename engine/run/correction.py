@@ -1,6 +1,7 @@
-"""Correction by staleness: which slid tokens of a plan are computed again, once the changed text before them is.
+"""Correction: which slid tokens of a plan are computed again, once the changed text and the question are.
 
-Not here: how stale a token is with respect to some keys (`reuse.staleness`), and which are picked (`reuse.select`).
+A token is worth it if it is stale and the new text behind the slid tokens looks at it. Not here: how stale a token is
+with respect to some keys, and how much in demand (`reuse.staleness`), and which are picked (`reuse.select`).
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ import torch
 from ..model.spec import ModelSpec
 from ..reuse.diff import common_prefix_tokens
 from ..reuse.index import CachedSequence
-from ..reuse.select import select_stalest
+from ..reuse.select import select_needed
 from ..reuse.spans import Plan, Span
-from ..reuse.staleness import Keys, attention_mass
+from ..reuse.staleness import Asking, Keys, attention_mass, demand
 from ..slide.assembly import Assembly
 from ..slide.pages import PagePool
 from ..slide.queries import StoredQueries
+
+ASKING_TOKENS = 64
+"""Tokens behind the last slid one that say what is in demand. They are computed twice if anything is corrected."""
 
 
 class Correction:
     """Chooses what to correct in one prompt.
 
     Attributes:
+        first_tokens: (n,) int64, increasing: what is computed before `choose`: the fresh tokens between the slid ones,
+            and the first behind them.
         chosen: (n,) int64, increasing: the slid tokens to compute again; empty until `choose`.
     """
 
@@ -38,20 +44,22 @@ class Correction:
         queries: StoredQueries,
         spec: ModelSpec,
         *,
+        prompt_tokens: int,
         bound: float,
         cap_share: float,
     ) -> None:
         """Takes what it needs to know.
 
         Args:
-            token_ids: (tokens,) int64: the prompt.
+            token_ids: (tokens,) int64: the prompt, and what is compared behind it.
             plan: Its slid tokens all come from one donor.
             sequences: The cached sequences that the plan names, pinned.
             assembly: The new sequence's pages.
             pool: K and V.
             queries: The stored queries beside them.
             spec: The model's geometry.
-            bound: Staleness from which on a token is corrected.
+            prompt_tokens: Tokens of the prompt proper.
+            bound: Stale attention of the new text that may be left, as a share of all its attention.
             cap_share: Most of the slid tokens that are chosen, as a share.
         """
         self._token_ids = token_ids
@@ -64,10 +72,14 @@ class Correction:
         self._cap_share = cap_share
         self._spans = [span for span in plan.spans if span.treatment == "slid"]
         self._donor = _donor(self._spans, sequences)
+        fresh = plan.fresh_tokens()
+        behind = fresh[(fresh > plan.slid_tokens()[-1]) & (fresh < prompt_tokens)]
+        self._asking = behind[:ASKING_TOKENS]
+        self.first_tokens = np.concatenate([fresh[fresh < behind[0]], self._asking])
         self.chosen = np.empty(0, dtype=np.int64)
 
     def choose(self) -> np.ndarray:
-        """Measures every slid token's staleness and picks; the fresh tokens before the last slid one are computed.
+        """Measures every slid token's staleness and demand, and picks; `first_tokens` are computed.
 
         Returns:
             (n,) int64, increasing: `chosen`. What the others owe is written to the assembly.
@@ -76,9 +88,22 @@ class Correction:
         debt = self._assembly.staleness[slid]
         staleness = np.minimum(debt + self._owed(slid), 1.0)
         self._assembly.staleness[slid] = staleness
-        picked = slid[select_stalest(staleness, self._bound, self._cap_share)]
+        picked = slid[select_needed(staleness, self._demand(slid), self._bound, self._cap_share)]
         self.chosen = self._assembly.correct(picked)
         return self.chosen
+
+    def _demand(self, slid: np.ndarray) -> np.ndarray:
+        """(slid,) float32: what the new text behind the slid tokens pays to each of them."""
+        table, device = self._assembly.table, self._pool.kv.device
+        asking = Asking(
+            self._asking,
+            torch.from_numpy(table.slots(self._asking)).to(device),
+            np.zeros(len(self._asking), dtype=np.int64),
+        )
+        paid: np.ndarray = (
+            demand(self._pool, self._queries, self._spec, asking, Keys(slid, table, device)).cpu().numpy()
+        )
+        return paid
 
     def _owed(self, slid: np.ndarray) -> np.ndarray:
         """(slid,) float32: gone mass plus new mass of this turn."""
@@ -88,11 +113,11 @@ class Correction:
         recorded = donor.query_positions[donor_tokens]
 
         def mass(keys: Keys, tokens: np.ndarray, positions: np.ndarray, *, bounded: bool) -> np.ndarray:
-            paid = attention_mass(
-                self._pool, self._queries, self._spec, slots, positions - recorded, tokens, keys, bounded=bounded
+            asking = Asking(tokens, slots, positions - recorded)
+            paid: np.ndarray = (
+                attention_mass(self._pool, self._queries, self._spec, asking, keys, bounded=bounded).cpu().numpy()
             )
-            result: np.ndarray = paid.cpu().numpy()
-            return result
+            return paid
 
         same = common_prefix_tokens(self._token_ids, donor.token_ids)
         gone = _others(donor_tokens, same)

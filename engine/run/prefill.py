@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,6 +11,20 @@ import torch
 from ..reuse.spans import Plan
 from ..slide.assembly import Assembly
 from .forward import Forward
+
+
+class Chooser(Protocol):
+    """Chooses slid tokens to correct while a prompt is computed.
+
+    Attributes:
+        first_tokens: (n,) int64, increasing: fresh tokens that are computed before it chooses.
+    """
+
+    first_tokens: np.ndarray
+
+    def choose(self) -> np.ndarray:
+        """The slid tokens to correct, (n,) int64, increasing; all layers are slid and `first_tokens` computed."""
+        ...
 
 
 def prefill(
@@ -21,7 +36,7 @@ def prefill(
     wanted: int = 1,
     chunk_tokens: int,
     check: Callable[[], None] = lambda: None,
-    choose: Callable[[], np.ndarray] | None = None,
+    chooser: Chooser | None = None,
 ) -> torch.Tensor:
     """Computes the active tokens of a prompt over reused K and V.
 
@@ -33,24 +48,25 @@ def prefill(
         wanted: Number of tokens at the prompt's end whose logits are returned.
         chunk_tokens: Active tokens that go through the layers at once.
         check: Called between layers; raises to stop (a cancelled request).
-        choose: Called once the fresh tokens before the last slid one are computed; returns the slid tokens to correct,
-            (n,) int64, increasing. None corrects what the plan says.
+        chooser: Chooses what to correct; None corrects what the plan says.
 
     Returns:
         (wanted, vocab) float32 on the model's device.
     """
     steps = _Steps(forward, token_ids, plan, assembly, chunk_tokens, check)
     active = plan.active_tokens()
-    slid = plan.slid_tokens()
-    if choose is not None and len(slid):
-        steps.run(active[active < slid[-1]])
-        steps.slide_rest()
-        chosen = choose()
-        # What was computed over a token that is corrected now is computed again.
-        first = min(slid[-1], chosen[0]) if len(chosen) else slid[-1]
-        active = np.sort(np.concatenate([active[active > first], chosen]))
     assert len(active) >= wanted > 0
     assert active[-wanted] == len(token_ids) - wanted, "the tokens whose logits are wanted are not fresh"
+    if chooser is not None:
+        first = chooser.first_tokens
+        logits = steps.run(first, wanted if len(first) == len(active) else 0)
+        steps.slide_rest()
+        chosen = chooser.choose()
+        if logits is not None and not len(chosen):
+            return logits
+        # What was computed over a token that is corrected now is computed again.
+        kept_stop = min(chosen[0] if len(chosen) else len(token_ids), len(token_ids) - wanted)
+        active = np.setdiff1d(np.concatenate([active, chosen]), first[first < kept_stop])
     logits = steps.run(active, wanted)
     steps.slide_rest()
     assert logits is not None

@@ -43,6 +43,7 @@ class Prepared:
 
     Attributes:
         token_ids: (tokens,) int64: the prompt and the continuation behind it.
+        prompt_tokens: How many of them are the prompt's.
         header: The prompt's text after its last control token, which the answer continues.
         plan: How its tokens are treated; after the prefill with what was corrected.
         assembly: Its pages.
@@ -50,6 +51,7 @@ class Prepared:
     """
 
     token_ids: np.ndarray
+    prompt_tokens: int
     header: TextPiece
     plan: Plan
     assembly: Assembly
@@ -121,7 +123,7 @@ class Preparation:
             raise ContextLengthError(len(token_ids), self.context_tokens, "shorten the prompt or the continuation")
         started = time.perf_counter()
         plan, assembly = self._assemble(encoded, space, session, policy, len(continuation))
-        return Prepared(token_ids, header, plan, assembly, time.perf_counter() - started)
+        return Prepared(token_ids, len(encoded), header, plan, assembly, time.perf_counter() - started)
 
     def prefill(self, prepared: Prepared, wanted: int, check: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Carries out the plan and notes in it what was corrected.
@@ -145,7 +147,7 @@ class Preparation:
                 wanted=wanted,
                 chunk_tokens=self._config.prefill_chunk_tokens,
                 check=check,
-                choose=correction.choose if correction else None,
+                chooser=correction,
             )
             if correction:
                 prepared.plan = replace(plan, corrected=correction.chosen)
@@ -242,6 +244,7 @@ class Preparation:
             self.pool,
             self.queries,
             self._spec,
+            prompt_tokens=prepared.prompt_tokens,
             bound=rule.bound,
             cap_share=rule.cap_share,
         )

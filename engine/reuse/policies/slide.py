@@ -1,7 +1,8 @@
 """`slide`: the common prefix is reused exactly, and what follows a change is moved from one earlier sequence.
 
 The donor is a sequence of the same session (any branch): its KV was computed in context and carries that context into
-the answer. Which slid tokens are corrected is chosen by their staleness, after planning (`run.correction`).
+the answer. Which slid tokens are corrected is chosen by their staleness and the demand for them, after planning
+(`run.correction`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SlidRun:
 
 
 class Slide:
-    """Exact prefix, then slid runs; which of their tokens are corrected is chosen by staleness, the rest is fresh."""
+    """Exact prefix, then slid runs, of which stale tokens in demand are corrected; the rest is fresh."""
 
     name = "slide"
 

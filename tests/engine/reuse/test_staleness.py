@@ -9,7 +9,7 @@ import torch
 from cacheslide_agents.engine.attention import select_attention
 from cacheslide_agents.engine.model.decoder import Decoder
 from cacheslide_agents.engine.reuse import staleness
-from cacheslide_agents.engine.reuse.staleness import Keys, attention_mass
+from cacheslide_agents.engine.reuse.staleness import Asking, Keys, attention_mass, demand
 from cacheslide_agents.engine.run.forward import Forward
 from cacheslide_agents.engine.slide.block_table import BlockTable
 from cacheslide_agents.engine.slide.pages import PagePool
@@ -54,16 +54,13 @@ class Texts:
     def mass(
         self, table: BlockTable, rows: np.ndarray, turn: int, tokens: np.ndarray, keys: Keys, *, bounded: bool
     ) -> torch.Tensor:
-        return attention_mass(
-            self.pool,
-            self.queries,
-            self.decoder.spec,
-            torch.from_numpy(table.slots(rows)),
-            np.full(len(rows), turn),
-            tokens,
-            keys,
-            bounded=bounded,
-        )
+        asking = Asking(tokens, torch.from_numpy(table.slots(rows)), np.full(len(rows), turn))
+        return attention_mass(self.pool, self.queries, self.decoder.spec, asking, keys, bounded=bounded)
+
+    @torch.inference_mode()
+    def demand(self, table: BlockTable, rows: np.ndarray, keys: Keys) -> torch.Tensor:
+        asking = Asking(rows, torch.from_numpy(table.slots(rows)), np.zeros(len(rows), dtype=np.int64))
+        return demand(self.pool, self.queries, self.decoder.spec, asking, keys)
 
 
 def close(mass: torch.Tensor, expected: torch.Tensor) -> None:
@@ -155,3 +152,28 @@ def test_mass_is_nothing_when_every_key_lies_behind_its_query() -> None:
     rows = np.arange(10)
     for bounded in (False, True):
         assert not texts.mass(table, rows, 0, rows, Keys(np.arange(9, 40), table, CPU), bounded=bounded).any()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_demand_is_the_mean_attention_that_keys_get_when_they_lie_anywhere(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = Texts(model)
+    ids, rows, keys = texts.ids(90), np.arange(70, 90), np.concatenate((np.arange(3, 40), np.arange(52, 78)))
+    table = texts.computed(ids)
+    dense = DensePass(texts.decoder, ids)
+    paid = torch.stack([dense.scores(layer).softmax(-1)[:, 70:, keys] for layer in texts.queries.layers])
+    own = torch.from_numpy(keys[None, :] == rows[:, None])
+    expected = paid.masked_fill(own, 0).mean((0, 1, 2))  # a token is in no demand with itself
+    got = texts.demand(table, rows, Keys(keys, table, CPU))
+    assert expected.sum() > 0.05, "some is in demand"
+    torch.testing.assert_close(got.double(), expected, rtol=0.03, atol=1e-4)
+    monkeypatch.setattr(staleness, "CHUNK_SCORES", 7 * 4 * len(keys))
+    torch.testing.assert_close(texts.demand(table, rows, Keys(keys, table, CPU)), got)
+
+
+def test_demand_is_nothing_when_nobody_asks_or_nothing_is_asked_about() -> None:
+    texts = Texts()
+    table = texts.computed(texts.ids(20))
+    assert texts.demand(table, np.arange(10, 10), Keys(np.arange(5), table, CPU)).tolist() == [0.0] * 5
+    assert texts.demand(table, np.arange(10, 12), Keys(np.arange(0), table, CPU)).tolist() == []
