@@ -133,7 +133,7 @@ def test_every_plan_is_valid_and_true_when_conversations_are_edited(
             assert len(made.corrected) == 0
         slides = any(span.treatment == "slid" for span in made.spans)
         chooses = policy == "slide" and slides and request.correction_share > 0.0
-        assert made.correction == (ByStaleness(0.01, request.correction_share) if chooses else None)
+        assert made.correction == (ByStaleness(request.staleness_bound, request.correction_share) if chooses else None)
         if policy == "recompute":
             assert [span.treatment for span in made.spans] == ["fresh"]
         if policy == "prefix":
