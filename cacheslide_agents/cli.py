@@ -25,6 +25,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="The bundled model, SmolLM2-135M-Instruct.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+bench_app = typer.Typer(help="What reuse saves and what it costs in accuracy.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -111,6 +113,62 @@ def chat(
     from .conversation import converse
 
     converse(model=model, policy=policy, system=system, max_tokens=max_tokens)
+
+
+@bench_app.command("quality")
+def bench_quality(
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="JSONL files with prompts of your own, or families in the folder that CACHESLIDE_DATA names. "
+            "Without any, a few invented prompts.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure this policy; may be given several times.", show_default="all of them"),
+    ] = None,
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Also spend this share of the slid tokens on correction; may be given several times.",
+            show_default="none",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each input.", show_default="all")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions of each prompt.")] = 3,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 24,
+    model: Annotated[
+        str | None, typer.Option(help="A model folder, hub id or GGUF file instead of the bundled one.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="What the model computes in.")
+    ] = "float32",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all that was measured to this file.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table to this file.")] = None,
+    picture: Annotated[Path, typer.Option(help="Where the picture goes, a PNG or SVG.")] = Path(
+        "bench-output/quality.png"
+    ),
+) -> None:
+    """Compare the policies with a full prefill on your own prompts: time to the first token and divergence."""
+    from .bench.quality import run
+
+    run(
+        inputs or (),
+        policies=policy or (),
+        budgets=budget or (),
+        limit=limit,
+        repeats=repeats,
+        answer_tokens=answer_tokens,
+        model=model,
+        dtype=dtype,
+        json_file=json_file,
+        csv_file=csv_file,
+        picture_file=picture,
+    )
 
 
 def main() -> None:

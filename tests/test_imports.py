@@ -19,7 +19,7 @@ LAYERS = ("engine", "templates", "adapters", "cacheslide_agents")
 """Each may import those before it, never those after it."""
 
 FRAMEWORKS = ("langchain", "langchain_core", "langgraph", "llama_index")
-HEAVY = ("torch", "transformers", "langchain_core", "llama_index", "gguf", "matplotlib")
+HEAVY = ("torch", "transformers", "langchain_core", "llama_index", "gguf", "matplotlib", "torchmetrics")
 
 
 class Import(NamedTuple):
@@ -140,8 +140,10 @@ def test_nothing_heavy_is_imported_when_a_package_is(package: str) -> None:
     assert not _modules_after(f"import cacheslide_agents{package}").intersection(HEAVY)
 
 
-def test_nothing_heavy_is_imported_when_help_is_shown() -> None:
-    code = "from cacheslide_agents.cli import main\nsys.argv[1:] = ['--help']\ntry: main()\nexcept SystemExit: pass"
+@pytest.mark.parametrize("command", [[], ["bench", "quality"]])
+def test_nothing_heavy_is_imported_when_help_is_shown(command: list[str]) -> None:
+    words = [*command, "--help"]
+    code = f"from cacheslide_agents.cli import main\nsys.argv[1:] = {words}\ntry: main()\nexcept SystemExit: pass"
     modules = _modules_after(code)
     assert "cacheslide_agents.cli" in modules
     assert not modules.intersection(HEAVY)
@@ -154,7 +156,16 @@ def test_every_module_is_imported_when_the_extras_are_absent() -> None:
         for file in _source_files()
     }
     names = {name.removesuffix(".__init__") for name in names} - needs_an_extra
-    absent = ("llama_index", "matplotlib", "langgraph", "langchain", "langchain_openai", "fastapi", "flash_attn")
+    absent = (
+        "llama_index",
+        "matplotlib",
+        "torchmetrics",
+        "langgraph",
+        "langchain",
+        "langchain_openai",
+        "fastapi",
+        "flash_attn",
+    )
     code = (
         f"sys.modules.update(dict.fromkeys({absent!r}))\n"
         f"import importlib\nfor name in {sorted(names)!r}: importlib.import_module(name)"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,9 +17,11 @@ from cacheslide_agents.adapters import CacheSlideChat
 from cacheslide_agents.engine.config import PolicyName
 from cacheslide_agents.engine.errors import ConfigError
 
-from .figures import as_json, environment
+from ..environment import environment
+from ..files import WantedFile, image_format, write_files
+from .figures import as_json
 from .measure import POLICIES, Measurement, Turn
-from .picture import PictureError, draw, kind_of
+from .picture import draw
 from .screen import Screen
 from .script import WORKSHOP, Script
 
@@ -70,7 +71,7 @@ def run(
         with closing(_chat(screen, model)) as chat:
             for turn in _hold(screen, chat, script, num_turns):
                 done.append(turn)
-            where = environment(chat)
+            where = environment(chat.engine.stats())
         screen.table(done)
         screen.meaning(done)
     except KeyboardInterrupt:
@@ -130,42 +131,14 @@ def _told(screen: Screen) -> Iterator[Callable[[PolicyName], None]]:
 def _write(
     screen: Screen, turns: Sequence[Turn], where: dict[str, Any], json_file: Path | None, picture_file: Path | None
 ) -> bool:
-    """Writes the files that are wanted, says where they are, and returns whether all could be written.
-
-    A picture that there is no library for is no failure.
-    """
+    """Writes the files that are wanted, says where they are, and returns whether all could be written."""
     settings = {"max_tokens": MAX_TOKENS, "stop": list(STOP), "policies": list(POLICIES)}
-    wanted: list[tuple[str, Path, Callable[[], bytes]]] = []
+    wanted: list[WantedFile] = []
     if json_file is not None:
         figures = as_json(turns, where, settings)
-        wanted.append(("figures", json_file, lambda: (json.dumps(figures, indent=2) + "\n").encode()))
+        wanted.append(WantedFile("figures", json_file, lambda: (json.dumps(figures, indent=2) + "\n").encode()))
     if picture_file is not None:
-        kind = kind_of(picture_file)
-        wanted.append(("picture", picture_file, lambda: draw(turns, str(where["model"]), kind)))
-    whole = True
+        kind = image_format(picture_file)
+        wanted.append(WantedFile("picture", picture_file, lambda: draw(turns, str(where["model"]), kind)))
     screen.line()
-    for name, path, content in wanted:
-        try:
-            _replace(path, content())
-        except ImportError:
-            screen.failure("the picture needs matplotlib: pip install 'cacheslide-agents[demo]'")
-        except PictureError as error:
-            whole = False
-            screen.failure(str(error))
-        except OSError as error:
-            whole = False
-            screen.failure(f"the {name} cannot be written to {path}: {error.strerror or error}; name another file")
-        else:
-            screen.line(f"{name}: {path}")
-    return whole
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all; missing folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(content)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    return write_files(wanted, screen.line, screen.failure, extra="demo")

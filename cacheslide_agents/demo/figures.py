@@ -24,22 +24,13 @@ The file holds one object:
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-import transformers
-
-from cacheslide_agents.adapters import CacheSlideChat
 from cacheslide_agents.engine.config import PolicyName
 
-from .. import __version__
 from .measure import POLICIES, Turn
 
 RIVALS: tuple[PolicyName, ...] = ("prefix", "recompute")
@@ -104,38 +95,6 @@ def meaning(turns: Sequence[Turn]) -> str:
         "tokens are an approximation, so other conversations may differ."
     )
     return " ".join(sentences)
-
-
-def environment(chat: CacheSlideChat) -> dict[str, Any]:
-    """Where the demo ran."""
-    stats = chat.engine.stats()
-    return {
-        "cacheslide_agents": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": platform.platform(),
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "device": stats.device,
-        "dtype": stats.dtype,
-        "model": stats.model,
-        "context_tokens": stats.context_tokens,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def processor() -> str:
-    """The processor's name, as far as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def as_json(turns: Sequence[Turn], environment: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:

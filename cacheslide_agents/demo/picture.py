@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheslide_agents.engine.config import PolicyName
 
+from ..files import PictureError
 from .figures import summarize
 from .measure import POLICIES, TREATMENTS, Turn
 from .screen import COLOURS
@@ -26,10 +26,6 @@ POLICY_NAMES: dict[PolicyName, str] = {
 _INK = "#222222"
 _BAR = 0.26
 """Height of a time bar; a turn is 1 high."""
-
-
-class PictureError(Exception):
-    """A picture that cannot be drawn; the message says why and what to do."""
 
 
 def draw(turns: Sequence[Turn], model: str, kind: str) -> bytes:
@@ -64,11 +60,6 @@ def draw(turns: Sequence[Turn], model: str, kind: str) -> bytes:
     except ValueError as error:
         raise PictureError(f"the picture cannot be drawn as {kind}: {error}") from None
     return drawn.getvalue()
-
-
-def kind_of(path: Path) -> str:
-    """The image format that a file's name asks for; PNG without one."""
-    return path.suffix[1:].lower() or "png"
 
 
 def _subtitle(turns: Sequence[Turn]) -> str:

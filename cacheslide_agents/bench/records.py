@@ -1,0 +1,192 @@
+"""Turns from JSONL files: the records that a person writes, checked line by line.
+
+A record is one of two shapes, with optional `id`, `answer` and `old_value`:
+
+    {"system": "…", "old": "…", "new": "…", "suffix": "…", "query": "…"}
+    {"first": [{"role": "system", "text": "…"}, …], "second": [{"role": "update", "text": "…"}, …]}
+
+The first stands for system + old + suffix, then system + new + suffix + query. Texts are taken as they are: whoever
+wants a chat template applies it before. A bad record is reported and left out; the others are used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cacheslide_agents.engine import Prompt, Segment
+from cacheslide_agents.engine.errors import ConfigError, PromptError
+from cacheslide_agents.engine.segments import Role
+
+from .turns import Turns, TurnSet
+
+FORMAT = (
+    "a record has the texts system, old, new, suffix and query, or the lists first and second of {role, text}, and may "
+    "have answer, old_value and id"
+)
+_SHOWN_CHARACTERS = 40
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str | int | None = None
+    answer: Text | None = None
+    old_value: Text | None = None
+
+
+class EditRecord(_Record):
+    """An update that is rewritten between two turns."""
+
+    system: str = ""
+    old: str
+    new: str
+    suffix: str
+    query: str = ""
+
+    def prompts(self) -> tuple[Prompt, Prompt]:
+        """The two prompts."""
+        system, suffix = Segment.system(self.system), Segment.suffix(self.suffix)
+        first = Prompt([system, Segment.update(self.old), suffix])
+        return first, Prompt([system, Segment.update(self.new), suffix, Segment.suffix(self.query)])
+
+
+class SegmentRecord(BaseModel):
+    """One segment of a prompt."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Role
+    text: str
+
+
+class PromptsRecord(_Record):
+    """Two prompts in full, for changes that are no rewritten update."""
+
+    first: Annotated[list[SegmentRecord], Field(min_length=1)]
+    second: Annotated[list[SegmentRecord], Field(min_length=1)]
+
+    def prompts(self) -> tuple[Prompt, Prompt]:
+        """The two prompts."""
+        return _prompt(self.first), _prompt(self.second)
+
+
+class RecordError(Exception):
+    """A record that cannot be used; the message gives the value, the limit and the remedy."""
+
+
+def parse_turns(line: str, name: str) -> Turns:
+    """The turns of one line.
+
+    Args:
+        line: A JSON object.
+        name: Names the turns if they have no id.
+
+    Raises:
+        RecordError: The line is no record.
+    """
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"no JSON, {error.msg} at column {error.colno}: write one object a line") from None
+    if not isinstance(values, dict):
+        raise RecordError(f"{_shown(values)} is no JSON object: {FORMAT}")
+    shape = PromptsRecord if {"first", "second"} & values.keys() else EditRecord
+    try:
+        record = shape.model_validate(values)
+        first, second = record.prompts()
+    except ValidationError as error:
+        raise RecordError(_first_problem(error)) from None
+    except PromptError as error:
+        raise RecordError(str(error)) from None
+    number = name if record.id is None else str(record.id)
+    return Turns(number, first, second, answer=record.answer, old_value=record.old_value)
+
+
+def read_turns(path: Path, limit: int | None = None) -> tuple[TurnSet, list[str]]:
+    """The turns of a file, and what is wrong with those of its records that are left out.
+
+    Args:
+        path: A JSONL file; blank lines are skipped.
+        limit: Good records to read; None reads all.
+
+    Raises:
+        ConfigError: The file cannot be read, or no record of it can be used.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; name a JSONL file") from error
+    turns: list[Turns] = []
+    problems: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if limit is not None and len(turns) >= limit:
+            break
+        if not line.strip():
+            continue
+        try:
+            turns.append(parse_turns(line.decode(), f"{path.stem}-{number}"))
+        except (RecordError, UnicodeDecodeError) as error:
+            problems.append(f"{path}:{number}: {error}")
+    if not turns:
+        raise ConfigError(f"no record of {path} can be used. {problems[0] if problems else 'It is empty: ' + FORMAT}")
+    return TurnSet(path.stem, tuple(turns)), problems
+
+
+def read_inputs(names: Sequence[str], limit: int | None = None) -> tuple[list[TurnSet], list[str]]:
+    """The turns of files and of families of the agent data, and what is wrong with records that are left out.
+
+    Args:
+        names: Files, or names of `prompts/NAME.jsonl` in the folder that `CACHESLIDE_DATA` names.
+        limit: Good records to read of each; None reads all.
+
+    Raises:
+        ConfigError: There is no such file or family, or no record of one can be used.
+    """
+    sets: list[TurnSet] = []
+    problems: list[str] = []
+    for name in names:
+        turn_set, wrong = read_turns(_path(name), limit)
+        if turn_set.name in (other.name for other in sets):
+            raise ConfigError(f"two inputs are called {turn_set.name!r}: figures are told apart by name; rename a file")
+        sets.append(turn_set)
+        problems += wrong
+    return sets, problems
+
+
+def _path(name: str) -> Path:
+    if (path := Path(name)).exists():
+        return path
+    folder = os.environ.get("CACHESLIDE_DATA")
+    families = sorted(file.stem for file in Path(folder, "prompts").glob("*.jsonl")) if folder else []
+    if folder and name in families:
+        return Path(folder, "prompts", f"{name}.jsonl")
+    known = f"one of {', '.join(families)}" if families else "a family of the folder that CACHESLIDE_DATA names"
+    raise ConfigError(f"{name!r} is no file and no family of prompts: name a JSONL file or {known}")
+
+
+def _prompt(segments: Sequence[SegmentRecord]) -> Prompt:
+    return Prompt([Segment(segment.role, segment.text) for segment in segments])
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first of a record's problems: where, the value, the limit, and what a record looks like."""
+    problem = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return f"{where} is missing: {FORMAT}"
+    if problem["type"] == "extra_forbidden":
+        return f"{where} is no key of a record: {FORMAT}"
+    return f"{where} = {_shown(problem['input'])}: {problem['msg']}; {FORMAT}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"

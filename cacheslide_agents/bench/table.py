@@ -1,0 +1,83 @@
+"""Summaries as tables for people: time against divergence, then the answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from .summary import Summary
+
+PIPE_WIDTH = 200
+"""Columns where standard output is no terminal: whole tables, whatever the width that rich would assume."""
+
+Column = tuple[str, Callable[[Summary], object]]
+
+_FIDELITY: tuple[Column, ...] = (
+    ("policy", lambda s: s.variant),
+    ("first token, s", lambda s: f"{s.ttft_seconds:.3f}"),
+    ("of prefix", lambda s: f"{s.of_prefix:.2f}"),
+    ("of recompute", lambda s: f"{s.of_recompute:.2f}"),
+    ("computed", lambda s: f"{s.computed:.1%}"),
+    ("mean KL", lambda s: s.mean_kl),
+    ("median KL", lambda s: s.median_kl),
+    ("max KL", lambda s: s.max_kl),
+    ("agreement", lambda s: s.agreement),
+    ("leak", lambda s: None if s.leak is None else f"{s.leak:+.3f}"),
+    ("CKSim K", lambda s: s.key_cksim),
+    ("CKSim V", lambda s: s.value_cksim),
+)
+_ANSWERS: tuple[Column, ...] = (
+    ("policy", lambda s: s.variant),
+    ("F1", lambda s: s.full_f1),
+    ("exact match", lambda s: s.full_exact_match),
+    ("ROUGE-L recall", lambda s: s.full_rouge_l_recall),
+    ("F1, gold", lambda s: s.gold_f1),
+    ("exact match, gold", lambda s: s.gold_exact_match),
+    ("ROUGE-L recall, gold", lambda s: s.gold_rouge_l_recall),
+)
+
+LEGEND = (
+    "KL: nats between the next-token distributions of a full prefill and of the policy, over the answer's tokens. "
+    "Agreement: next tokens that are the full prefill's, where that one is sure. Leak: by how much more likely the old "
+    "value is, in nats. CKSim: cosine of reused and recomputed K and V. Answers: greedy ones, against the full "
+    "prefill's, then against the gold answer."
+)
+
+
+def standard_console() -> Console:
+    """The console of standard output; characters that its encoding lacks become question marks."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def show_summaries(console: Console, summaries: Sequence[Summary]) -> None:
+    """Two tables for each set of turns."""
+    for name, of_set in groupby(summaries, lambda summary: summary.turn_set):
+        rows = list(of_set)
+        _show(console, f"{name}: {rows[0].prompts} prompts, time and divergence", _FIDELITY, rows)
+        _show(console, f"{name}: answers", _ANSWERS, rows)
+        for row in rows:
+            if row.fallbacks:
+                console.print(f"{row.variant}: {row.fallbacks} of {row.prompts} fell back", style="yellow")
+
+
+def cell(value: object) -> str:
+    """A value as it stands in a table: small figures by their power of ten, nothing as a dash."""
+    if isinstance(value, float):
+        return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
+    return "–" if value is None else str(value)
+
+
+def _show(console: Console, title: str, columns: Sequence[Column], summaries: Sequence[Summary]) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for number, (name, _) in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
+    for summary in summaries:
+        table.add_row(*(cell(value(summary)) for _, value in columns))
+    console.print(table)

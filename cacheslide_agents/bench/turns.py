@@ -1,0 +1,39 @@
+"""Two consecutive prompts of an agent: what every comparison of policies runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cacheslide_agents.engine import Prompt
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Two consecutive turns of an agent.
+
+    Attributes:
+        id: Names them in figures and messages.
+        first: The earlier prompt.
+        second: The prompt after the update was rewritten.
+        answer: Text over which divergence is measured; None takes what a full prefill answers.
+        old_value: What the update said before and no longer says, or None.
+    """
+
+    id: str
+    first: Prompt
+    second: Prompt
+    answer: str | None = None
+    old_value: str | None = None
+
+
+@dataclass(frozen=True)
+class TurnSet:
+    """Turns that are summed up together.
+
+    Attributes:
+        name: A family of the agent data, a file's name without its ending, or `samples`.
+        turns: At least one.
+    """
+
+    name: str
+    turns: tuple[Turns, ...]

@@ -1,0 +1,65 @@
+"""What is compared: reuse policies, each under its own settings and under fixed budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from cacheslide_agents.engine.config import PolicyName
+from cacheslide_agents.engine.errors import ConfigError
+from cacheslide_agents.engine.reuse.policies import POLICIES, policy_named
+
+REFERENCES: tuple[PolicyName, ...] = ("recompute", "prefix")
+"""Always measured: divergence is taken from the one, and times are shares of both."""
+
+WITHOUT_BUDGET = (*REFERENCES, "promptcache", "cacheblend", "epic")
+"""Policies that do not spend `correction_share`: exact ones, and those whose papers fix what is computed."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy under settings of its own.
+
+    Attributes:
+        name: Names it in tables and files.
+        policy: How reuse is decided.
+        settings: Of `config.PER_REQUEST`, where they are not the engine's.
+        computes_like: A variant measured before it, whose number of computed tokens it is given through
+            `correction_share`, prompt by prompt; None leaves its settings as they are.
+    """
+
+    name: str
+    policy: PolicyName
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    computes_like: str | None = None
+
+
+def all_policies() -> tuple[PolicyName, ...]:
+    """The policies that exist."""
+    return cast("tuple[PolicyName, ...]", tuple(POLICIES))
+
+
+def variants(policies: Iterable[str], budgets: Iterable[float] = ()) -> list[Variant]:
+    """The policies under the engine's settings, then under each budget, which they spend whole.
+
+    Args:
+        policies: Names; `recompute` and `prefix` are added.
+        budgets: Shares of the slid tokens that are corrected, 0 to 1.
+
+    Raises:
+        ConfigError: A policy does not exist, or a budget is no share.
+    """
+    names = cast("list[PolicyName]", list(dict.fromkeys([*REFERENCES, *policies])))
+    for name in names:
+        policy_named(name)
+    wanted = list(dict.fromkeys(budgets))
+    for budget in wanted:
+        if not 0.0 <= budget <= 1.0:
+            raise ConfigError(f"budget {budget:g}: give a share of the slid tokens, from 0 to 1")
+    return [Variant(name, name) for name in names] + [
+        Variant(f"{name} {100 * budget:g} %", name, {"correction_share": budget, "staleness_bound": 0.0})
+        for name in names
+        if name not in WITHOUT_BUDGET
+        for budget in wanted
+    ]

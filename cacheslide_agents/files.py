@@ -1,0 +1,76 @@
+"""Files that commands leave behind: figures and pictures, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class PictureError(Exception):
+    """A picture that cannot be drawn; the message says why and what to do."""
+
+
+class WantedFile(NamedTuple):
+    """A file to write.
+
+    Attributes:
+        name: What it holds, for people.
+        path: Where it goes.
+        content: Makes its bytes; may raise ImportError or PictureError if it is a picture.
+    """
+
+    name: str
+    path: Path
+    content: Callable[[], bytes]
+
+
+def write_files(
+    wanted: Sequence[WantedFile], tell: Callable[[str], None], fail: Callable[[str], None], extra: str
+) -> bool:
+    """Writes files, tells where they are, and returns whether all could be written.
+
+    A picture that there is no library for is no failure.
+
+    Args:
+        wanted: What to write.
+        tell: Takes where a file is.
+        fail: Takes why one is not written.
+        extra: The extra that brings the library.
+    """
+    whole = True
+    for name, path, content in wanted:
+        try:
+            replace_file(path, content())
+        except ImportError:
+            fail(f"the {name} needs matplotlib: pip install 'cacheslide-agents[{extra}]'")
+        except PictureError as error:
+            whole = False
+            fail(str(error))
+        except OSError as error:
+            whole = False
+            fail(f"the {name} cannot be written to {path}: {error.strerror or error}; name another file")
+        else:
+            tell(f"{name}: {path}")
+    return whole
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all; missing folders are made.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def image_format(path: Path) -> str:
+    """The image format that a file's name asks for; PNG without one."""
+    return path.suffix[1:].lower() or "png"

@@ -1,0 +1,130 @@
+"""`cacheslide bench quality`: table, files and picture of the same figures, and what goes wrong."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import typer
+import typer.testing
+from rich.console import Console
+
+from cacheslide_agents import cli
+from cacheslide_agents.bench.quality import run
+from cacheslide_agents.bench.samples import samples
+from cacheslide_agents.engine.errors import ConfigError
+from tests.engine.turns import ANSWER, HISTORY, NEW, OLD, QUERY, SYSTEM, tiny_engine
+
+RECORD = {"system": SYSTEM, "old": OLD, "new": NEW, "suffix": HISTORY, "query": QUERY, "answer": ANSWER}
+
+
+@pytest.fixture
+def engine():
+    with tiny_engine() as engine:
+        yield engine
+
+
+def _file(tmp_path: Path, *records: object) -> str:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def _console() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def _shown(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_files_agree_with_the_table_when_two_prompts_are_measured(engine, tmp_path):
+    console = _console()
+    files = {"json_file": tmp_path / "q.json", "csv_file": tmp_path / "q.csv", "picture_file": tmp_path / "q.png"}
+    records = ({**RECORD, "id": "a", "old_value": "Paris"}, {**RECORD, "id": "b", "answer": None})
+    asked = {"policies": ["slide"], "budgets": [0.5], "repeats": 1, "answer_tokens": 4}
+    run([_file(tmp_path, *records)], console=console, engine=engine, **asked, **files)
+    figures = json.loads(files["json_file"].read_text(encoding="utf-8"))
+    with files["csv_file"].open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["variant"] for line in lines] == ["recompute", "prefix", "slide", "slide 50 %"]
+    assert len(figures["measurements"]) == 2 * len(lines)
+    table = _shown(console).splitlines()
+    for line, summary in zip(lines, figures["summaries"], strict=True):
+        assert {name: "" if value is None else str(value) for name, value in summary.items()} == line
+        own = [one for one in figures["measurements"] if one["variant"] == line["variant"]]
+        assert float(line["mean_kl"]) == pytest.approx(sum(one["kl"] for one in own) / 2)
+        rows = [[cell.strip() for cell in text.split("│")[1:-1]] for text in table if text.startswith("│")]
+        cells, answers = (row for row in rows if row[0] == line["variant"])
+        assert cells[1] == f"{summary['ttft_seconds']:.3f}"
+        assert float(cells[5]) == pytest.approx(summary["mean_kl"], abs=5e-5)
+        assert float(answers[1]) == pytest.approx(summary["full_f1"], abs=5e-5)
+    assert figures["left_out"] == []
+    assert figures["environment"]["dtype"] == "float32"
+    assert files["picture_file"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_others_are_measured_when_a_record_is_bad_or_too_long(engine, tmp_path, capsys):
+    console = _console()
+    long = {**RECORD, "id": "long", "suffix": HISTORY * 40}
+    with pytest.raises(typer.Exit) as stopped:
+        run([_file(tmp_path, {"old": 3}, long, RECORD)], policies=["prefix"], repeats=1, console=console, engine=engine)
+    assert stopped.value.exit_code == 1
+    assert "mine: 1 prompts" in _shown(console)
+    errors = capsys.readouterr().err
+    assert "mine.jsonl:1: " in errors
+    assert "mine: long: the prompt has" in errors and "shorten the prompt" in errors
+    assert "2 records were left out" in errors
+
+
+def test_error_is_raised_when_no_prompt_can_be_measured(engine, tmp_path):
+    with pytest.raises(ConfigError, match=r"no prompt could be measured\. mine: mine-1: the prompt has"):
+        run([_file(tmp_path, {**RECORD, "suffix": HISTORY * 40})], console=_console(), engine=engine)
+
+
+def test_what_was_measured_is_shown_when_it_is_interrupted(engine, tmp_path, monkeypatch, capsys):
+    from cacheslide_agents.bench.comparison import Comparison
+
+    measure = Comparison.measure
+    calls = []
+
+    def once(comparison, turns):
+        calls.append(turns)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return measure(comparison, turns)
+
+    monkeypatch.setattr(Comparison, "measure", once)
+    console = _console()
+    with pytest.raises(typer.Exit) as stopped:
+        run([_file(tmp_path, RECORD, RECORD)], policies=["prefix"], repeats=1, console=console, engine=engine)
+    assert stopped.value.exit_code == 130
+    assert "mine: 1 prompts" in _shown(console)
+    assert "stopped after 1 of 2 prompts" in capsys.readouterr().err
+
+
+def test_samples_differ_from_turn_to_turn_when_read():
+    for turns in samples().turns:
+        assert turns.first.segments[1] != turns.second.segments[1], turns.id
+        assert turns.second.text.startswith(turns.first.segments[0].text)
+        assert turns.answer
+        if turns.old_value:
+            assert turns.old_value in turns.first.segments[1].text
+            assert turns.old_value not in turns.second.segments[1].text
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_command_measures_every_policy_when_two_prompts_are_given(tmp_path):
+    records = [{**RECORD, "suffix": "A short history. " * 8, "answer": answer} for answer in (" tea", " coffee")]
+    words = ["bench", "quality", _file(tmp_path, *records), "--repeats", "1", "--answer-tokens", "2"]
+    done = typer.testing.CliRunner().invoke(cli.app, [*words, "--picture", str(tmp_path / "q.png")])
+    assert done.exit_code == 0, done.output
+    assert "mine: 2 prompts, time and divergence" in done.output
+    for policy in ("recompute", "prefix", "head", "slide"):
+        assert f"│ {policy} " in done.output
+    assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
