@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -44,9 +45,13 @@ def _shown(console: Console) -> str:
 
 def test_files_agree_with_the_table_when_two_prompts_are_measured(engine, tmp_path):
     console = _console()
-    files = {"json_file": tmp_path / "q.json", "csv_file": tmp_path / "q.csv", "picture_file": tmp_path / "q.png"}
+    files: dict[str, Any] = {
+        "json_file": tmp_path / "q.json",
+        "csv_file": tmp_path / "q.csv",
+        "picture_file": tmp_path / "q.png",
+    }
     records = ({**RECORD, "id": "a", "old_value": "Paris"}, {**RECORD, "id": "b", "answer": None})
-    asked = {"policies": ["slide"], "budgets": [0.5], "repeats": 1, "answer_tokens": 4}
+    asked: dict[str, Any] = {"policies": ["slide"], "budgets": [0.5], "repeats": 1, "answer_tokens": 4}
     run([_file(tmp_path, *records)], console=console, engine=engine, **asked, **files)
     figures = json.loads(files["json_file"].read_text(encoding="utf-8"))
     with files["csv_file"].open(encoding="utf-8", newline="") as file:
