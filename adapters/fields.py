@@ -57,6 +57,8 @@ class ModelFields(BaseModel):
     prefill_chunk_tokens: int = 2048
     repair: bool | Literal["auto"] = "auto"
     repair_seconds: float = 30.0
+    gate_share: float | Literal["auto"] = "auto"
+    gate_kl_bound: float = 0.05
     attention: AttentionName = "auto"
     cache_dir: Path | None = None
     offline: bool = False

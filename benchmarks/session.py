@@ -108,19 +108,22 @@ def divergence(conversations: int | None) -> dict[str, Any]:
 
 
 def delay(requests: int = DELAYED_REQUESTS) -> dict[str, Any]:
-    """How long a request waits for a step of repair that it interrupts: from its submission to its turn, in seconds."""
+    """How long a request waits for the idle work that it interrupts, be it repair or a shadow run of the gate.
+
+    Seconds from its submission to its turn; the requests come at random moments.
+    """
     chance = random.Random(0)
     delays: list[float] = []
     question = Prompt([Segment.suffix("Hello?")])
-    with Engine.load(EngineConfig(repair=True, repair_seconds=REPAIR_SECONDS)) as engine:
+    with Engine.load(EngineConfig(repair=True, repair_seconds=REPAIR_SECONDS, gate_share=1.0)) as engine:
         asked = ((number, turn) for number in count() for turn in session_turns(number))
         while len(delays) < requests:
             number, turn = next(asked)
             prompt_tokens = engine.generate(turn.prompt, ONE, session=f"{number}").receipt.prompt_tokens
             time.sleep(chance.uniform(0.06, 0.8))
-            before = engine.stats().interrupted_repairs
+            before = _interrupted(engine)
             receipt = engine.generate(question, ONE).receipt
-            if engine.stats().interrupted_repairs > before:
+            if _interrupted(engine) > before:
                 delays.append(receipt.queue_seconds)
         return {
             "requests": len(delays),
@@ -129,3 +132,8 @@ def delay(requests: int = DELAYED_REQUESTS) -> dict[str, Any]:
             "median_seconds": median(delays),
             "max_seconds": max(delays),
         }
+
+
+def _interrupted(engine: Engine) -> int:
+    stats = engine.stats()
+    return stats.interrupted_repairs + stats.dropped_shadow_runs

@@ -67,6 +67,10 @@ class EngineConfig:
         repair: Whether cached tokens that hang on slid ones are computed again while nobody asks, until they are exact;
             `auto` is on a GPU only.
         repair_seconds: Most time that repair takes between two requests.
+        gate_share: Of the requests that slide so many, as a share, are measured against a full prefill after their
+            answer, while nobody asks; 0 measures none, and nothing is ever refused. `auto` is 0.02 on a GPU, else 0.
+        gate_kl_bound: Mean KL(full ‖ reuse) of the next token, in nats, past which prompts of the same namespace,
+            template and policy reuse only what is exact, until measurements are good again.
         attention: `auto` takes flash-attn on CUDA where it is installed and torch's SDPA elsewhere.
         cache_dir: Where converted models lie; None is the user's cache folder.
         offline: Never ask a hub, even for a hub id.
@@ -88,6 +92,8 @@ class EngineConfig:
     prefill_chunk_tokens: int = 2048
     repair: bool | Literal["auto"] = "auto"
     repair_seconds: float = 30.0
+    gate_share: float | Literal["auto"] = "auto"
+    gate_kl_bound: float = 0.05
     attention: AttentionName = "auto"
     cache_dir: Path | None = None
     offline: bool = False
@@ -103,6 +109,9 @@ class EngineConfig:
         check.number("staleness_bound", 0.0, 1.0)
         check.number("pool_share", 0.0, 0.95, open_low=True)
         check.number("repair_seconds", 0.0)
+        check.number("gate_kl_bound", 0.0, open_low=True)
+        if self.gate_share != "auto":
+            check.number("gate_share", 0.0, 1.0)
         if self.repair != "auto" and not isinstance(self.repair, bool):
             check.refuse("repair", "use True, False or auto")
         check.count("min_slide_tokens", 1)

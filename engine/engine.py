@@ -87,10 +87,8 @@ class Engine:
         self.context_tokens = context_tokens
         self._decoder = decoder
         self._runner = Runner(config, decoder, tokenizer, pool, queries, attention, context_tokens)
-        self._repairs = decoder.device.type == "cuda" if config.repair == "auto" else config.repair
-        self._scheduler = Scheduler(
-            f"cacheslide {model_name}", idle_work=self._runner.repair.step if self._repairs else None
-        )
+        idle_work = self._runner.idle_work
+        self._scheduler = Scheduler(f"cacheslide {model_name}", idle_work.step if idle_work.is_on else None)
         self._closing = threading.Event()
         self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._closing)
 
@@ -361,16 +359,16 @@ class Engine:
             ConfigError: Repair is off.
             EngineClosedError: The engine was closed.
         """
-        if not self._repairs:
+        if not self._runner.idle_work.repairs:
             raise ConfigError(
                 f"EngineConfig.repair = {self.config.repair!r} is off on {self._decoder.device}: load with repair=True"
             )
         quiet = self._scheduler.wait_until_quiet(timeout_seconds)
-        return quiet and not self._runner.repair.num_tainted
+        return quiet and not self._runner.preparation.index.stats().tainted_tokens
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done, between two requests or in the middle of one."""
-        pool, index, repair = self._runner.preparation.pool, self._runner.preparation.index, self._runner.repair
+        pool, index, idle_work = self._runner.preparation.pool, self._runner.preparation.index, self._runner.idle_work
         cached = index.stats()
         return EngineStats(
             model=self.model_name,
@@ -384,9 +382,12 @@ class Engine:
             exact_cached_tokens=cached.tokens - cached.tainted_tokens,
             evicted_sequences=cached.evicted_sequences,
             waiting_requests=self._scheduler.waiting,
-            repaired_tokens=repair.tokens,
-            repair_seconds=repair.seconds,
-            interrupted_repairs=repair.interrupted_steps,
+            repaired_tokens=idle_work.repair.tokens,
+            repair_seconds=idle_work.repair.seconds,
+            interrupted_repairs=idle_work.repair.interrupted_steps,
+            shadow_runs=idle_work.shadow.measured,
+            dropped_shadow_runs=idle_work.shadow.dropped,
+            gates=idle_work.gate.states(),
             **self._runner.totals,
         )
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .run.gate import GateState
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class EngineStats:
         repaired_tokens: Cached tokens that repair made exact.
         repair_seconds: Time spent on repair while nobody asked.
         interrupted_repairs: Steps of repair that a request stopped.
+        shadow_runs: Answers whose drift was measured.
+        dropped_shadow_runs: Those that were to be measured, but a request or another use of their pages came first.
+        gates: For each kind of prompt that was to be measured, what is known of its drift and whether it may slide.
     """
 
     model: str
@@ -56,3 +63,6 @@ class EngineStats:
     repaired_tokens: int = 0
     repair_seconds: float = 0.0
     interrupted_repairs: int = 0
+    shadow_runs: int = 0
+    dropped_shadow_runs: int = 0
+    gates: tuple[GateState, ...] = ()

@@ -160,6 +160,10 @@ class CacheIndex:
         """The sequence with this id, which is cached."""
         return self._sequences[sequence_id]
 
+    def holds(self, sequence: CachedSequence) -> bool:
+        """Whether it is still cached."""
+        return sequence.id in self._sequences
+
     def candidates(self, space: SpaceKey) -> list[CachedSequence]:
         """All sequences of a space, most recently used first."""
         return [sequence for sequence in reversed(self._sequences.values()) if sequence.space == space]

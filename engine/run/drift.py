@@ -1,10 +1,11 @@
 """Drift: how far reused K and V, and the logits over them, are from those of a full prefill.
 
-Pure functions of tensors. Who computes both ways is `run.runner`, on demand, and `run.gate`, by sampling.
+Pure functions of tensors. Who computes both ways is `run.runner`, on demand, and `run.shadow`, by sampling.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -34,22 +35,29 @@ class Drift:
     margin: float
 
 
-def measure(reused_kv: Tensor, full_kv: Tensor, reused_logits: Tensor, full_logits: Tensor) -> Drift:
+def measure(
+    reused_kv: Iterable[Tensor], full_kv: Iterable[Tensor], reused_logits: Tensor, full_logits: Tensor
+) -> Drift:
     """Compares the two ways of computing a prompt.
 
     Args:
-        reused_kv: (layers, slid tokens, 2 * kv_heads, head_dim): keys, rotated at the prompt's positions, before
+        reused_kv: By layer (slid tokens, 2 * kv_heads, head_dim): keys, rotated at the prompt's positions, before
             values.
         full_kv: The same tokens of the full prefill, at the same positions.
         reused_logits: (vocab,) of the prompt's last token over reused K and V.
         full_logits: (vocab,) of the full prefill.
     """
-    kv_heads = full_kv.shape[2] // 2
-    pairs = list(zip(reused_kv, full_kv, strict=True))
+    similarities, slid_tokens = [], 0
+    for reused, full in zip(reused_kv, full_kv, strict=True):
+        slid_tokens, kv_heads = len(full), full.shape[1] // 2
+        similarities.append(
+            [cksim(reused[:, part], full[:, part]) for part in (slice(kv_heads), slice(kv_heads, None))]
+        )
+    keys, values = zip(*similarities, strict=True)
     return Drift(
-        slid_tokens=full_kv.shape[1],
-        key_cksim=tuple(cksim(reused[:, :kv_heads], full[:, :kv_heads]) for reused, full in pairs),
-        value_cksim=tuple(cksim(reused[:, kv_heads:], full[:, kv_heads:]) for reused, full in pairs),
+        slid_tokens=slid_tokens,
+        key_cksim=keys,
+        value_cksim=values,
         kl=float(kl_divergence(full_logits, reused_logits)),
         agrees=bool(full_logits.argmax() == reused_logits.argmax()),
         margin=float(top_margin(full_logits)),

@@ -16,7 +16,7 @@ import torch
 from ..config import EngineConfig, PolicyName
 from ..errors import ContextLengthError, PromptError
 from ..model.decoder import Decoder
-from ..reuse.index import CacheIndex, SpaceKey
+from ..reuse.index import CachedSequence, CacheIndex, SpaceKey
 from ..reuse.plan import PlanRequest
 from ..reuse.plan import plan as make_plan
 from ..reuse.replies import ReplyBooks
@@ -37,6 +37,25 @@ if TYPE_CHECKING:
 _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A prompt in token ids, and all that planning it hangs on besides what is cached.
+
+    Attributes:
+        encoded: The prompt.
+        space: Where it may reuse.
+        session: Whose earlier turns may be slid.
+        policy: How reuse is decided.
+        refused: Why nothing may be slid, or None if it may.
+    """
+
+    encoded: EncodedPrompt
+    space: SpaceKey
+    session: str | None
+    policy: PolicyName
+    refused: str | None = None
+
+
 @dataclass
 class Prepared:
     """A prompt that is planned and has its pages; whoever prepared it releases them, or has them indexed.
@@ -48,6 +67,7 @@ class Prepared:
         plan: How its tokens are treated; after the prefill with what was corrected.
         assembly: Its pages.
         plan_seconds: What planning and taking pages took.
+        asked: The prompt as it was planned.
     """
 
     token_ids: np.ndarray
@@ -56,6 +76,7 @@ class Prepared:
     plan: Plan
     assembly: Assembly
     plan_seconds: float
+    asked: Asked
 
 
 class Preparation:
@@ -101,6 +122,7 @@ class Preparation:
         namespace: str,
         policy: PolicyName,
         continuation: np.ndarray = _NO_TOKENS,
+        refused: str | None = None,
     ) -> Prepared:
         """Encodes a prompt, plans it and takes its pages; `prefill` is to follow at once.
 
@@ -110,6 +132,7 @@ class Preparation:
             namespace: The tenant.
             policy: How reuse is decided.
             continuation: (n,) int64: more tokens to compute behind the prompt.
+            refused: Why nothing may be slid, or None if it may; becomes the plan's fallback if something would be.
 
         Raises:
             PromptError: A token id is not the model's.
@@ -122,8 +145,24 @@ class Preparation:
         if len(token_ids) >= self.context_tokens:
             raise ContextLengthError(len(token_ids), self.context_tokens, "shorten the prompt or the continuation")
         started = time.perf_counter()
-        plan, assembly = self._assemble(encoded, space, session, policy, len(continuation))
-        return Prepared(token_ids, len(encoded), header, plan, assembly, time.perf_counter() - started)
+        asked = Asked(encoded, space, session, policy, refused)
+        plan, assembly = self._assemble(asked, len(continuation), self.index.candidates(space), self.allocate)
+        return Prepared(token_ids, len(encoded), header, plan, assembly, time.perf_counter() - started, asked)
+
+    def rehearse(self, prepared: Prepared, without: int) -> Prepared:
+        """Prepares once more what was refused to slide, as if it might: on free pages, and without its own answer.
+
+        Args:
+            prepared: What was answered; its pages are not touched.
+            without: Id of the cached sequence that holds the answer.
+
+        Raises:
+            PoolFullError: Too few pages are free; nothing cached is forgotten for it.
+        """
+        asked = replace(prepared.asked, refused=None)
+        sequences = [sequence for sequence in self.index.candidates(asked.space) if sequence.id != without]
+        plan, assembly = self._assemble(asked, 0, sequences, self.pool.allocate)
+        return replace(prepared, plan=plan, assembly=assembly, asked=asked)
 
     def prefill(self, prepared: Prepared, wanted: int, check: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Carries out the plan and notes in it what was corrected.
@@ -192,13 +231,18 @@ class Preparation:
             )
 
     def _assemble(
-        self, encoded: EncodedPrompt, space: SpaceKey, session: str | None, policy: PolicyName, extra_tokens: int
+        self,
+        asked: Asked,
+        extra_tokens: int,
+        sequences: list[CachedSequence],
+        allocate: Callable[[int, int | None], list[int]],
     ) -> tuple[Plan, Assembly]:
-        """Plans and takes pages; reuses less, with the reason, if donor and prompt do not fit side by side."""
+        """Plans and takes pages; reuses less, with the reason, if it must or donor and prompt do not fit together."""
+        policy = asked.policy
         request = PlanRequest(
-            prompt=encoded,
-            session=session,
-            sequences=self.index.candidates(space),
+            prompt=asked.encoded,
+            session=asked.session,
+            sequences=sequences,
             correction_share=self._config.correction_share,
             staleness_bound=self._config.staleness_bound,
             min_slide_tokens=self._config.min_slide_tokens,
@@ -211,25 +255,28 @@ class Preparation:
         fallback: str | None = None
         while True:
             plan = make_plan(attempt, request)
+            if asked.refused is not None and fallback is None and len(plan.slid_tokens()):
+                attempt, fallback = "prefix", asked.refused
+                continue
             plan = replace(plan.extended(extra_tokens), policy=policy, fallback=fallback or plan.fallback)
             try:
-                return plan, self._take_pages(plan)
+                return plan, self._take_pages(plan, allocate)
             except PoolFullError:
                 if attempt not in lesser:
                     raise
                 attempt = lesser[attempt]
-                fallback = (
+                fallback = fallback or (
                     f"the pool of {self.pool.num_pages} pages does not hold the earlier turn beside this prompt of "
                     f"{plan.num_tokens} tokens: raise pool_tokens to reuse it"
                 )
 
-    def _take_pages(self, plan: Plan) -> Assembly:
+    def _take_pages(self, plan: Plan, allocate: Callable[[int, int | None], list[int]]) -> Assembly:
         """Takes the plan's pages and pins its donors, which `prefill` unpins."""
         sources = {span.source: self.index.get(span.source) for span in plan.spans if span.source is not None}
         for source in sources:
             self.index.pin(source)
         try:
-            return Assembly(plan, sources, self.pool, self.queries, self._spec.rope, plan.num_tokens, self.allocate)
+            return Assembly(plan, sources, self.pool, self.queries, self._spec.rope, plan.num_tokens, allocate)
         except BaseException:
             self._unpin(plan)
             raise

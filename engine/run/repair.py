@@ -68,11 +68,6 @@ class Repair:
         self.seconds = 0.0
         self.interrupted_steps = 0
 
-    @property
-    def num_tainted(self) -> int:
-        """Cached tokens that are not exact; safe from any thread."""
-        return self._index.stats().tainted_tokens
-
     def restart(self) -> None:
         """Begins a new period with its own time limit: a request came."""
         self._spent_seconds = 0.0

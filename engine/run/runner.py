@@ -16,7 +16,7 @@ from ..attention.interface import Attention
 from ..config import EngineConfig, PolicyName, SamplingParams
 from ..model.decoder import Decoder
 from ..receipt import Receipt
-from ..reuse.index import SpaceKey
+from ..reuse.index import CachedSequence, SpaceKey
 from ..reuse.plan import treatments
 from ..reuse.spans import Plan
 from ..segments import Prompt
@@ -27,8 +27,8 @@ from .decode import Answer, decode
 from .detokenize import Detokenizer
 from .drift import Drift, measure
 from .forward import Forward
+from .idle_work import IdleWork
 from .preparation import Preparation
-from .repair import Repair
 from .request import Request
 from .sampling import Sampler
 from .sequence import RunningSequence
@@ -43,7 +43,7 @@ class Runner:
 
     Attributes:
         preparation: What is cached, and the way from a prompt to its logits.
-        repair: What makes cached sequences exact in `idle`.
+        idle_work: What is done while nobody asks.
         totals: Tokens by treatment, requests and fallbacks since the start.
     """
 
@@ -62,13 +62,7 @@ class Runner:
         self._pool = pool
         self._forward = Forward(decoder, pool, queries, attention)
         self.preparation = Preparation(config, decoder, tokenizer, pool, queries, self._forward, context_tokens)
-        self.repair = Repair(
-            pool,
-            queries,
-            self.preparation.index,
-            self._forward,
-            limit_seconds=config.repair_seconds,
-        )
+        self.idle_work = IdleWork(config, self.preparation, decoder.device.type)
         self.totals: dict[str, int] = defaultdict(int)
 
     @torch.inference_mode()
@@ -81,9 +75,12 @@ class Runner:
 
     def _serve(self, request: Request) -> None:
         request.check()
-        self.repair.restart()
+        self.idle_work.begin_request()
         started = time.perf_counter()
-        prepared = self.preparation.prepare(request.prompt, request.session, request.namespace, request.policy)
+        refused = self.idle_work.refusal(SpaceKey(request.namespace, request.prompt.template), request.policy)
+        prepared = self.preparation.prepare(
+            request.prompt, request.session, request.namespace, request.policy, refused=refused
+        )
         room = self.preparation.context_tokens - len(prepared.token_ids)
         sequence = RunningSequence(prepared.token_ids, prepared.plan, prepared.assembly)
         try:
@@ -121,7 +118,9 @@ class Runner:
             self._pool.release(prepared.assembly.table.pages)
             raise
         if request.store:
-            self._remember(request, prepared.header, sequence, answer)
+            kept = self._remember(request, prepared.header, sequence, answer)
+            if kept.table.pages == sequence.table.pages[: len(kept.table.pages)]:
+                self.idle_work.end_request(prepared, logits, kept)
         else:
             self._pool.release(sequence.table.pages)
         self._count(receipt)
@@ -227,10 +226,12 @@ class Runner:
         own = set() if params.ignore_eos else {*self._decoder.spec.stop_token_ids, self._tokenizer.eos_token_id}
         return frozenset(own - {None} | set(params.stop_token_ids))
 
-    def _remember(self, request: Request, header: TextPiece, sequence: RunningSequence, answer: Answer) -> None:
-        """Indexes the answered sequence and the reply's sampled ids."""
+    def _remember(
+        self, request: Request, header: TextPiece, sequence: RunningSequence, answer: Answer
+    ) -> CachedSequence:
+        """Indexes the answered sequence and the reply's sampled ids; returns what holds the sequence now."""
         space = SpaceKey(request.namespace, request.prompt.template)
-        self.preparation.index.add(
+        kept = self.preparation.index.add(
             space=space,
             session=request.session,
             token_ids=sequence.token_ids,
@@ -241,6 +242,11 @@ class Runner:
             staleness=sequence.staleness,
             table=sequence.table,
         )
+        self._remember_reply(request, space, header, answer)
+        return kept
+
+    def _remember_reply(self, request: Request, space: SpaceKey, header: TextPiece, answer: Answer) -> None:
+        """Notes the sampled ids of the reply, if they spell exactly its text."""
         reply_ids = answer.token_ids
         if reply_ids[-1] in self._stop_token_ids(request.params):
             reply_ids = reply_ids[:-1]

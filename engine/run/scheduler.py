@@ -15,7 +15,7 @@ from ..errors import EngineClosedError
 
 T = TypeVar("T")
 Job = Callable[[], None]
-IdleWork = Callable[[Callable[[], None]], bool]
+IdleStep = Callable[[Callable[[], None]], bool]
 """Does one step; is handed a `check` to call often, which raises `InterruptedStepError` when a job waits.
 
 Returns whether there may be more to do."""
@@ -35,15 +35,15 @@ class Scheduler:
     stopping the jobs behind it. A fork of the process has no such thread: there every job is refused.
     """
 
-    def __init__(self, name: str, idle_work: IdleWork | None = None) -> None:
+    def __init__(self, name: str, idle_step: IdleStep | None = None) -> None:
         """Starts the thread.
 
         Args:
             name: The thread's.
-            idle_work: Called again and again while no job waits, until it returns False; after the next job it is
+            idle_step: Called again and again while no job waits, until it returns False; after the next job it is
                 called again. An exception that leaves it is a bug, as with jobs, and ends it until the next job.
         """
-        self._idle_work = idle_work
+        self._idle_step = idle_step
         self._is_quiet = False
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -124,7 +124,7 @@ class Scheduler:
         pause: float | None = PAUSE_SECONDS
         while True:
             with self._changed:
-                if self._idle_work is None or not is_idle_work_left:
+                if self._idle_step is None or not is_idle_work_left:
                     self._is_quiet = not self._jobs
                     self._changed.notify_all()
                     pause = None
@@ -137,11 +137,11 @@ class Scheduler:
                 del job  # else it would live, with all that it holds, until the next one comes
                 is_idle_work_left, pause = True, PAUSE_SECONDS
             else:
-                is_idle_work_left, pause = bool(self._attempt(self._idle_step)), 0.0
+                is_idle_work_left, pause = bool(self._attempt(self._step)), 0.0
 
-    def _idle_step(self) -> bool:
-        assert self._idle_work is not None
-        return self._idle_work(self._check_idle)
+    def _step(self) -> bool:
+        assert self._idle_step is not None
+        return self._idle_step(self._check_idle)
 
     def _check_idle(self) -> None:
         if self._jobs or self._closed:

@@ -63,10 +63,10 @@ class WatchedEngine:
             self._plan = prepared.plan
             return logits
 
-        def noting_remember(request: Any, header: Any, sequence: RunningSequence, answer: Any) -> None:
+        def noting_remember(request: Any, header: Any, sequence: RunningSequence, answer: Any) -> Any:
             table, num_tokens = sequence.table, sequence.num_tokens
             self._computed = (sequence, self._kv(table, num_tokens), self._asked(table, num_tokens))
-            remember(request, header, sequence, answer)
+            return remember(request, header, sequence, answer)
 
         for owner, name, noting in (
             (preparation, "prefill", noting_prefill),
@@ -123,7 +123,7 @@ class WatchedEngine:
             if next(layers, None) is None:
                 raise InterruptedStepError
 
-        goes_on: bool = self.engine._run(lambda: self._runner.repair.step(check))
+        goes_on: bool = self.engine._run(lambda: self._runner.idle_work.repair.step(check))
         changed = {
             each
             for each, sequence in sequences.items()

@@ -47,7 +47,7 @@ def step(engine: Engine, layers: int | None = None) -> bool:
         if next(left, None) is None:
             raise InterruptedStepError
 
-    return engine._run(lambda: engine._runner.repair.step(check))
+    return engine._run(lambda: engine._runner.idle_work.repair.step(check))
 
 
 def two_turns(engine: Engine, session: str = "s") -> CachedSequence:

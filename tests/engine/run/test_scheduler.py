@@ -48,7 +48,7 @@ def work() -> Work:
 
 @pytest.fixture
 def scheduler(work: Work) -> Iterator[Scheduler]:
-    scheduler = Scheduler("test", idle_work=work)
+    scheduler = Scheduler("test", idle_step=work)
     yield scheduler
     scheduler.close()
 
