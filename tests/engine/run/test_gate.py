@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheslide_agents.engine import Drift, Engine, EngineConfig, Prompt, Segment
@@ -54,6 +54,7 @@ def state(engine: Engine) -> GateState:
     return found
 
 
+@settings(deadline=None)
 @given(
     st.floats(0.01, 1.0),
     st.sampled_from([0.01, 0.05, 1.0]),
