@@ -19,8 +19,8 @@ NUM_TURNS = 20
 END_TURNS = 5
 MEMORY_LINES = 8
 REPLACED_LINES = 2
-FIRST_UTTERANCES = 24
-UTTERANCES = 2
+FIRST_UTTERANCES = 28
+UTTERANCES = 4
 """By so many the history grows each turn, besides the question and the answer of the turn before."""
 CONVERSATIONS = 3
 DELAYED_REQUESTS = 40
