@@ -38,9 +38,8 @@ format: $(VENV)/.packages ## Repair style and formatting where that can be done 
 typecheck: $(VENV)/.packages ## Check types (mypy, strict)
 	$(BIN)/mypy
 
-bench: $(VENV)/.model ## Measure speed and fidelity; table on screen, JSON in bench-output/
-	@mkdir -p bench-output
-	$(BIN)/python -m benchmarks --json bench-output/bench.json $(BENCH_ARGS)
+bench: $(VENV)/.model ## Measure speed and fidelity; tables on screen, JSON and pictures in bench-output/
+	$(BIN)/python -m benchmarks --json bench-output/bench.json --pictures bench-output $(BENCH_ARGS)
 
 docs: $(VENV)/.packages ## Write docs/cli.md anew from the command's own help
 	$(BIN)/python scripts/write_cli_docs.py

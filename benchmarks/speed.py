@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
+from cacheslide_agents.bench.turns import Turns
 from cacheslide_agents.engine import Engine, EngineConfig, SamplingParams
 from cacheslide_agents.engine.attention import select_attention
 from cacheslide_agents.engine.config import PAGE_TOKENS
@@ -24,7 +25,7 @@ from cacheslide_agents.engine.slide.block_table import BlockTable
 from cacheslide_agents.engine.slide.pages import PagePool
 from cacheslide_agents.engine.slide.queries import StoredQueries
 
-from .workload import Turns, sized_turns
+from .workload import sized_turns
 
 DECODE_TOKENS = 32
 SCATTERED_TOKENS = 1700

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from cacheslide_agents.bench.records import read_turns
+from cacheslide_agents.bench.turns import Turns, TurnSet
 from cacheslide_agents.engine import Prompt, Segment
 
 if TYPE_CHECKING:
@@ -19,23 +20,6 @@ FAMILIES = ("fact_edit", "fact_delete", "fact_insert", "memory", "reflexion", "t
 
 class DataMissingError(Exception):
     """The agent data is not there; the message says how to point at it."""
-
-
-@dataclass(frozen=True)
-class Turns:
-    """Two consecutive turns of an agent.
-
-    Attributes:
-        first: The earlier prompt.
-        second: The prompt after the update was rewritten.
-        answer: Text over which divergence is measured.
-        old_value: What the update said before, or None.
-    """
-
-    first: Prompt
-    second: Prompt
-    answer: str
-    old_value: str | None
 
 
 def data_folder() -> Path:
@@ -50,21 +34,17 @@ def data_folder() -> Path:
     return folder
 
 
-def turns(family: str, limit: int | None = None) -> list[Turns]:
-    """The prompt pairs of one family, in file order."""
-    lines = (data_folder() / "prompts" / f"{family}.jsonl").read_text(encoding="utf-8").splitlines()
-    pairs = []
-    for record in map(json.loads, lines[:limit]):
-        system, suffix = Segment.system(record["system"]), Segment.suffix(record["suffix"])
-        pairs.append(
-            Turns(
-                first=Prompt([system, Segment.update(record["old"]), suffix]),
-                second=Prompt([system, Segment.update(record["new"]), suffix, Segment.suffix(record["query"])]),
-                answer=record["answer"],
-                old_value=record["old_value"],
-            )
-        )
-    return pairs
+def family_turns(family: str, limit: int | None = None) -> TurnSet:
+    """The turns of one family, in file order."""
+    turn_set, problems = read_turns(data_folder() / "prompts" / f"{family}.jsonl", limit)
+    assert not problems, problems
+    return turn_set
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    """The records of one file of the agent data."""
+    lines = (data_folder() / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def sized_turns(
@@ -91,10 +71,10 @@ def sized_turns(
     old, new = text.take(old_tokens), text.take(new_tokens)
     system, suffix, query = text.take(system_tokens), text.take(suffix_tokens), text.take(query_tokens)
     return Turns(
+        id=f"sized-{variant}",
         first=Prompt([Segment.system(system), Segment.update(old), Segment.suffix(suffix)]),
         second=Prompt([Segment.system(system), Segment.update(new), Segment.suffix(suffix), Segment.suffix(query)]),
         answer=" The answer",
-        old_value=None,
     )
 
 
@@ -102,8 +82,8 @@ class _Text:
     """Conversation text, handed out by the token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variant: int) -> None:
-        lines = (data_folder() / "locomo.jsonl").read_text(encoding="utf-8").splitlines()
-        sessions = json.loads(lines[variant % len(lines)])["sessions"]
+        conversations = records("locomo")
+        sessions = conversations[variant % len(conversations)]["sessions"]
         spoken = "\n".join(f"{turn['speaker']}: {turn['text']}" for session in sessions for turn in session)
         self._words = spoken.split(" ")
         self._tokenizer = tokenizer

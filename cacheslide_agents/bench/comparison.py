@@ -40,7 +40,7 @@ class Measurement:
         agreeing_tokens: Of `clear_tokens`, those at which the variant's most likely token is the full prefill's.
         clear_tokens: Tokens of the answer at which the full prefill's first choice leads by `CLEAR_MARGIN`.
         leak: Change of the old value's log-probability, nats; None without an old value.
-        key_cksim: CKSim of the slid tokens' keys, mean over layers; 1 if nothing slid.
+        key_cksim: CKSim of the slid tokens' keys, mean over layers; 1 if nothing slid, None in a brief comparison.
         value_cksim: The same of their values.
         answer: What the variant answers, greedily.
         to_gold: That answer against the gold one; None without one.
@@ -55,8 +55,8 @@ class Measurement:
     agreeing_tokens: int
     clear_tokens: int
     leak: float | None
-    key_cksim: float
-    value_cksim: float
+    key_cksim: float | None
+    value_cksim: float | None
     answer: str
     to_gold: AnswerScores | None
     to_full: AnswerScores
@@ -74,11 +74,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class _Scores:
-    """What logits and K/V of a variant are: logits of the answer, log-probability of the old value, K and V."""
+    """Logits of the answer, log-probability of the old value, K and V; None where left out."""
 
     logits: torch.Tensor
     old_value: float | None
-    kv: torch.Tensor
+    kv: torch.Tensor | None
 
 
 class Comparison:
@@ -89,16 +89,24 @@ class Comparison:
         variants: With `recompute` among them, under the engine's settings.
         repeats: Timed repetitions of each second turn.
         answer_tokens: Longest answer; with a gold answer, as many tokens as that has.
+        brief: Leave out CKSim, old values and answers longer than a token: divergence and times alone, for sweeps.
     """
 
     def __init__(
-        self, engine: Engine, variants: Sequence[Variant], *, repeats: int = 1, answer_tokens: int = 24
+        self,
+        engine: Engine,
+        variants: Sequence[Variant],
+        *,
+        repeats: int = 1,
+        answer_tokens: int = 24,
+        brief: bool = False,
     ) -> None:
         assert repeats > 0 and any(variant.policy == _FULL for variant in variants)
         self._engine = engine
         self._variants = list(variants)
         self._repeats = repeats
         self._answer_tokens = answer_tokens
+        self._brief = brief
         self._settings = {name: getattr(engine.config, name) for name in PER_REQUEST}
         self._measured = 0
 
@@ -200,14 +208,14 @@ class Comparison:
         }
         logits = engine.logits(turns.second, answer, **where)
         old_value = None
-        if turns.old_value is not None:
+        if turns.old_value is not None and not self._brief:
             ids = torch.tensor(
                 engine.tokenizer.encode(_continuing(turns, turns.old_value), add_special_tokens=False),
                 device=logits.device,
             )
             old = engine.logits(turns.second, ids.tolist(), **where)
             old_value = float(old.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).sum())
-        kv = engine.keys_values(turns.second, **where)
+        kv = None if self._brief else engine.keys_values(turns.second, **where)
         return _Scores(logits, old_value, kv)
 
     def _answer(self, turns: Turns, variant: Variant, max_tokens: int) -> Output:
@@ -223,6 +231,8 @@ class Comparison:
     def _max_tokens(self, turns: Turns) -> int:
         if turns.answer is None:
             return self._answer_tokens
+        if self._brief:
+            return 1
         return min(self._answer_tokens, max(1, self._engine.count_tokens(turns.answer)))
 
     def _settings_of(self, variant: Variant, outputs: dict[str, Output]) -> Mapping[str, Any]:
@@ -256,7 +266,9 @@ def _continuing(turns: Turns, value: str) -> str:
     return value if value[0].isspace() or turns.second.text[-1].isspace() else f" {value}"
 
 
-def _cksim(reused: torch.Tensor, full: torch.Tensor, receipt: Receipt) -> tuple[float, float]:
+def _cksim(
+    reused: torch.Tensor | None, full: torch.Tensor | None, receipt: Receipt
+) -> tuple[float, float] | tuple[None, None]:
     """CKSim of the slid tokens' keys and of their values, mean over layers.
 
     Args:
@@ -264,6 +276,8 @@ def _cksim(reused: torch.Tensor, full: torch.Tensor, receipt: Receipt) -> tuple[
         full: The same of the full prefill.
         receipt: Says which tokens slid.
     """
+    if reused is None or full is None:
+        return None, None
     slid = [
         token
         for start, stop, treatment in receipt.treatments

@@ -40,13 +40,15 @@ def as_json(
         "left_out": left_out,
         "summaries": [asdict(summary) for summary in summaries],
         "measurements": [
-            {"turn_set": name, **asdict(one), "receipt": one.receipt.to_dict()}
-            for name, turns in measured.items()
-            for ones in turns
-            for one in ones
+            measurement_as_json(name, one) for name, turns in measured.items() for ones in turns for one in ones
         ],
     }
     return json.dumps(figures, indent=2) + "\n"
+
+
+def measurement_as_json(turn_set: str, measurement: Measurement) -> dict[str, Any]:
+    """One measurement as plain JSON values."""
+    return {"turn_set": turn_set, **asdict(measurement), "receipt": measurement.receipt.to_dict()}
 
 
 def as_csv(summaries: Iterable[Summary]) -> str:

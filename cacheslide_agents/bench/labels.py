@@ -43,6 +43,7 @@ def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
     The axes' limits and place in the figure must be final.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 
     figure: Any = axes.figure
@@ -65,6 +66,8 @@ def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
             va="center",
             fontsize=label.size,
             color=label.colour,
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],  # legible over a line or a grid
+            zorder=4,
             arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3},
         )
         size = text.get_window_extent(renderer)

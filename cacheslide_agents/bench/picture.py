@@ -16,7 +16,7 @@ from .variants import Variant
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-EXACT_KL = 1e-9
+EXACT_KL = 1e-6
 """Nats up to which a divergence is rounding; it has no place on a logarithmic axis and is drawn at its foot."""
 
 # Okabe and Ito's colours, which people with any colour vision tell apart; shapes and labels say the same again.
@@ -137,7 +137,9 @@ def _scale(axes: Axes, summaries: Sequence[Summary], floor: float) -> None:
     powers = range(round(math.log10(floor)) + 1, math.ceil(math.log10(highest)) + 1)
     axes.set_yscale("log")
     axes.set_ylim(floor / 3, 10.0 ** (powers[-1] if powers else 0) * 2)
-    axes.set_yticks([floor, *(10.0**power for power in powers)], ["0", *(f"$10^{{{power}}}$" for power in powers)])
+    axes.set_yticks(
+        [floor, *(10.0**power for power in powers)], ["< $10^{-6}$", *(f"$10^{{{power}}}$" for power in powers)]
+    )
     axes.minorticks_off()
     axes.axhspan(floor / 3, floor * 3, color="#F3F3F3", zorder=0)
     axes.set_xlim(0, max(summary.ttft_seconds for summary in summaries) * 1.18)

@@ -56,8 +56,8 @@ class Summary:
     agreement: float | None
     clear_tokens: int
     leak: float | None
-    key_cksim: float
-    value_cksim: float
+    key_cksim: float | None
+    value_cksim: float | None
     gold_f1: float | None
     gold_exact_match: float | None
     gold_rouge_l_recall: float | None
@@ -101,8 +101,8 @@ def _summary(turn_set: str, ones: list[Measurement], references: dict[str, list[
         agreement=sum(one.agreeing_tokens for one in ones) / clear if clear else None,
         clear_tokens=clear,
         leak=_mean(one.leak for one in ones),
-        key_cksim=mean(one.key_cksim for one in ones),
-        value_cksim=mean(one.value_cksim for one in ones),
+        key_cksim=_mean(one.key_cksim for one in ones),
+        value_cksim=_mean(one.value_cksim for one in ones),
         gold_f1=_score(gold, lambda scores: scores.f1),
         gold_exact_match=_score(gold, lambda scores: scores.exact_match),
         gold_rouge_l_recall=_score(gold, lambda scores: scores.rouge_l_recall),

@@ -6,15 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from cacheslide_agents.engine.config import PolicyName
+from cacheslide_agents.engine.config import PER_REQUEST, PolicyName
 from cacheslide_agents.engine.errors import ConfigError
 from cacheslide_agents.engine.reuse.policies import POLICIES, policy_named
 
 REFERENCES: tuple[PolicyName, ...] = ("recompute", "prefix")
 """Always measured: divergence is taken from the one, and times are shares of both."""
-
-WITHOUT_BUDGET = (*REFERENCES, "promptcache", "cacheblend", "epic")
-"""Policies that do not spend `correction_share`: exact ones, and those whose papers fix what is computed."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Variant:
         policy: How reuse is decided.
         settings: Of `config.PER_REQUEST`, where they are not the engine's.
         computes_like: A variant measured before it, whose number of computed tokens it is given through
-            `correction_share`, prompt by prompt; None leaves its settings as they are.
+            `correction_share`, prompt by prompt; None leaves its settings as they are. For `slide` and `head`.
     """
 
     name: str
@@ -57,9 +54,23 @@ def variants(policies: Iterable[str], budgets: Iterable[float] = ()) -> list[Var
     for budget in wanted:
         if not 0.0 <= budget <= 1.0:
             raise ConfigError(f"budget {budget:g}: give a share of the slid tokens, from 0 to 1")
-    return [Variant(name, name) for name in names] + [
-        Variant(f"{name} {100 * budget:g} %", name, {"correction_share": budget, "staleness_bound": 0.0})
-        for name in names
-        if name not in WITHOUT_BUDGET
-        for budget in wanted
-    ]
+    made = [Variant(name, name) for name in names]
+    for name in names:
+        for budget in wanted:
+            settings = budget_settings(name, budget)
+            if settings is not None:
+                made.append(Variant(f"{name} {100 * budget:g} %", name, settings))
+    return made
+
+
+def budget_settings(policy: PolicyName, share: float) -> dict[str, Any] | None:
+    """The settings under which a policy corrects a share of the slid tokens; None if it has no such budget.
+
+    Args:
+        policy: How reuse is decided.
+        share: 0 to 1.
+    """
+    if policy in ("head", "slide"):
+        return {"correction_share": share, "staleness_bound": 0.0}
+    own = f"{policy}_share"
+    return {own: share} if own in PER_REQUEST else None
