@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
+from cacheslide_agents.bench.comparison import measuring_config
+from cacheslide_agents.engine import Engine, Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.config import PolicyName
 
 from .workload import FAMILIES, family_turns
@@ -16,7 +17,7 @@ def exactness(limit: int) -> dict[str, Any]:
     largest, largest_whole = 0.0, 0.0
     same_text = 0
     unchanged_slid = 0
-    defaults = EngineConfig(dtype="float32")
+    defaults = measuring_config("float32")
     with Engine.load(defaults) as engine:
         pairs = [pair for family in FAMILIES for pair in family_turns(family, -(-limit // len(FAMILIES))).turns][:limit]
         for number, pair in enumerate(pairs):

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
+from cacheslide_agents.bench.comparison import measuring_config
+from cacheslide_agents.engine import Engine, Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.reuse.diff import common_prefix_tokens, matching_runs
 from cacheslide_agents.engine.run.drift import cksim
 
@@ -98,7 +99,7 @@ def key_similarity(engine: Engine) -> dict[str, Any]:
 
 def measure(limit: int | None) -> dict[str, Any]:
     """Both figures' numbers."""
-    with Engine.load(EngineConfig(dtype="float32")) as engine:
+    with Engine.load(measuring_config("float32")) as engine:
         return {"reuse": reuse_shares(engine.tokenizer, limit), "similarity": key_similarity(engine)}
 
 

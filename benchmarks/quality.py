@@ -15,14 +15,14 @@ from typing import Any
 from rich.console import Console
 
 from cacheslide_agents.bench.answers import require_metrics
-from cacheslide_agents.bench.comparison import Comparison, Measurement
+from cacheslide_agents.bench.comparison import Comparison, Measurement, measuring_config
 from cacheslide_agents.bench.figures import measurement_as_json
 from cacheslide_agents.bench.picture import draw
 from cacheslide_agents.bench.quality import Measured, measure_sets
 from cacheslide_agents.bench.summary import Summary, summarize
 from cacheslide_agents.bench.table import show_summaries
 from cacheslide_agents.bench.variants import Variant, all_policies, variants
-from cacheslide_agents.engine import Engine, EngineConfig
+from cacheslide_agents.engine import Engine
 from cacheslide_agents.engine.config import DtypeName
 
 from .tables import show_table
@@ -110,7 +110,7 @@ def measure(limit: int | None, repeats: int, dtype: DtypeName, families: Sequenc
     """Measures the families, all prompts of each or the first `limit`."""
     require_metrics()
     measured: Measured = {}
-    with Engine.load(EngineConfig(dtype=dtype)) as engine:
+    with Engine.load(measuring_config(dtype)) as engine:
         comparison = Comparison(engine, compared(), repeats=repeats)
         measure_sets(comparison, [family_turns(family, limit) for family in families], measured, [], print)
     return measured

@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
-from cacheslide_agents.bench.comparison import Comparison
+from cacheslide_agents.bench.comparison import Comparison, measuring_config
 from cacheslide_agents.bench.quality import Measured, measure_sets
 from cacheslide_agents.bench.variants import Variant, variants
-from cacheslide_agents.engine import Engine, EngineConfig
+from cacheslide_agents.engine import Engine
 from cacheslide_agents.engine.config import DtypeName
 
 from .tables import show_table
@@ -57,7 +57,7 @@ def measure(limit: int | None, dtype: DtypeName, families: Sequence[str]) -> dic
     wanted = grids()
     compared = [*variants([]), *(variant for grid in wanted for row in grid.variants for variant in row)]
     measured: Measured = {}
-    with Engine.load(EngineConfig(dtype=dtype)) as engine:
+    with Engine.load(measuring_config(dtype)) as engine:
         comparison = Comparison(engine, compared, brief=True)
         measure_sets(comparison, [family_turns(family, limit) for family in families], measured, [], print)
     figures: dict[str, Any] = {}

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from cacheslide_agents.engine import Engine, Output, Receipt, SamplingParams
-from cacheslide_agents.engine.config import PER_REQUEST
+from cacheslide_agents.engine import Engine, EngineConfig, Output, Receipt, SamplingParams
+from cacheslide_agents.engine.config import PER_REQUEST, DtypeName
 from cacheslide_agents.engine.run.drift import cksim, kl_divergence, top_margin
 
 from .answers import AnswerScores, compare_answers
@@ -25,6 +25,16 @@ CLEAR_MARGIN = 0.1
 """Nats by which the full prefill's first token is more likely than its second where agreement is counted."""
 
 _FULL = "recompute"
+
+
+def measuring_config(dtype: DtypeName, model: str | None = None) -> EngineConfig:
+    """Settings of an engine that is measured: no repair and no gate, which would change what a policy does.
+
+    Args:
+        dtype: What the model computes in.
+        model: A model folder, hub id or GGUF file; None is the bundled one.
+    """
+    return EngineConfig(model=model, dtype=dtype, repair=False, gate_share=0.0)
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cacheslide_agents.engine import Engine, EngineConfig
+from cacheslide_agents.engine import Engine
 from cacheslide_agents.engine.config import DtypeName
 from cacheslide_agents.engine.errors import ConfigError, PromptError
 
 from ..environment import environment
 from ..files import WantedFile, image_format, write_files
 from .answers import require_metrics
-from .comparison import Comparison, Measurement
+from .comparison import Comparison, Measurement, measuring_config
 from .figures import as_csv, as_json
 from .picture import draw
 from .records import read_inputs
@@ -78,7 +78,7 @@ def run(
     sets, problems = read_inputs(inputs, limit) if inputs else ([_cut(samples(), limit)], [])
     for problem in problems:
         _fail(problem)
-    loaded = engine or Engine.load(EngineConfig(model=model, dtype=dtype))
+    loaded = engine or Engine.load(measuring_config(dtype, model))
     interrupted = False
     measured: Measured = {}
     try:
