@@ -17,6 +17,10 @@ from torch import Tensor
 from ..config import PAGE_TOKENS
 from ..slide.block_table import BlockTable
 
+COPIED_RUNS = 16
+"""Up to so many runs of slots, a CPU copies slices instead of gathering by number: 0.04 ms for 1,760 keys in 4 runs
+(bfloat16), where a gather takes as long alone and, on a busy machine, waits for its threads."""
+
 
 class RowRun(NamedTuple):
     """Rows that are neighbours in the sequence: row `row_start + i` is token `token_start + i`."""
@@ -46,7 +50,10 @@ class Layout:
         runs: The rows in runs of neighbouring tokens.
         num_keys: Keys of the sequence that some row may see: tokens `[0, num_keys)`.
         first_slot: The slot of token 0 if all keys lie one after the other in the pool, else None.
-        pages: (pages,) int64 on the device: the pages that hold the keys, in token order; None if `first_slot` is set.
+        slots: On a CPU, where the keys lie in a few runs: their slot ranges (first, past last), in token order.
+        pages: (pages,) int64 on the device: the pages that hold the keys, in token order; None if one of the two above
+            is set or slots are left out.
+        numbers: (keys,) int64 on the device: the keys' slots where none of the others is set.
         prepared: What a backend worked out for a window (its groups of rows, masks), by window.
     """
 
@@ -54,7 +61,9 @@ class Layout:
     runs: tuple[RowRun, ...]
     num_keys: int
     first_slot: int | None
-    pages: Tensor | None
+    slots: tuple[tuple[int, int], ...] = ()
+    pages: Tensor | None = None
+    numbers: Tensor | None = None
     prepared: dict[int | None, Any] = field(default_factory=dict)
 
 
@@ -102,15 +111,16 @@ def make_layout(table: BlockTable, tokens: np.ndarray, device: torch.device) -> 
     """The layout of some rows; host work only, apart from one small copy to the device if the pages are scattered."""
     assert len(tokens) > 0, "a forward pass has at least one row"
     num_keys = int(tokens[-1]) + 1
-    pages = np.asarray(table.pages[: -(-num_keys // PAGE_TOKENS)], dtype=np.int64)
-    contiguous = bool((np.diff(pages) == 1).all())
-    return Layout(
-        tokens=tokens,
-        runs=row_runs(tokens),
-        num_keys=num_keys,
-        first_slot=int(pages[0]) * PAGE_TOKENS if contiguous else None,
-        pages=None if contiguous else to_device(pages, device),
-    )
+    rows = row_runs(tokens)
+    slots = table.runs(0, num_keys)
+    if len(slots) == 1:
+        return Layout(tokens, rows, num_keys, first_slot=slots[0][0])
+    if device.type == "cpu" and len(slots) <= COPIED_RUNS:
+        return Layout(tokens, rows, num_keys, None, slots=tuple(slots))
+    table = table.first_pages(num_keys)
+    if len(table.gaps):
+        return Layout(tokens, rows, num_keys, None, numbers=to_device(table.slots(np.arange(num_keys)), device))
+    return Layout(tokens, rows, num_keys, None, pages=to_device(np.asarray(table.pages, dtype=np.int64), device))
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -140,6 +150,13 @@ class KeyReader:
         wanted = layout.num_keys if padded_tokens is None else start + padded_tokens
         if layout.first_slot is not None and layout.first_slot + wanted <= len(kv):
             return kv[layout.first_slot + start : layout.first_slot + wanted], start
+        if layout.slots:
+            return self._copied(kv, layout.slots, start, wanted), start
+        if layout.numbers is not None:
+            buffer = self._room(kv, wanted - start)
+            target = buffer[: layout.num_keys - start].view(layout.num_keys - start, -1)
+            torch.index_select(kv.view(len(kv), -1), 0, layout.numbers[start:], out=target)
+            return buffer[: wanted - start], start
         first_page = start // PAGE_TOKENS
         first = first_page * PAGE_TOKENS
         pages = layout.pages
@@ -154,6 +171,18 @@ class KeyReader:
         target = buffer[: len(pages) * PAGE_TOKENS].view(len(pages), -1)
         torch.index_select(by_page, 0, pages, out=target)
         return buffer[: wanted - first], first
+
+    def _copied(self, kv: Tensor, runs: tuple[tuple[int, int], ...], start: int, wanted: int) -> Tensor:
+        """The keys from token `start` on, run by run, in a buffer of at least `wanted - start` rows."""
+        buffer = self._room(kv, wanted - start)
+        token = 0
+        for slot, stop in runs:
+            skipped = max(0, start - token)
+            if slot + skipped < stop:
+                at = token + skipped - start
+                buffer[at : at + stop - slot - skipped] = kv[slot + skipped : stop]
+            token += stop - slot
+        return buffer[: wanted - start]
 
     def _room(self, kv: Tensor, rows: int) -> Tensor:
         """A buffer of at least so many rows, contiguous, in the pool's dtype."""

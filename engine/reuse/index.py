@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..config import PAGE_TOKENS
 from ..slide.block_table import BlockTable
 
 if TYPE_CHECKING:
@@ -129,8 +128,8 @@ class CacheIndex:
         num_tokens = len(token_ids)
         assert num_tokens > 0 and len(positions) == len(hops) == num_tokens and 0 <= exact_tokens <= num_tokens
         assert table.capacity_tokens >= num_tokens
-        num_pages = -(-num_tokens // PAGE_TOKENS)
-        self._pool.release(table.pages[num_pages:])
+        held = table.first_pages(num_tokens)
+        self._pool.release(table.pages[len(held.pages) :])
         new = CachedSequence(
             id=self._next_id,
             space=space,
@@ -141,7 +140,7 @@ class CacheIndex:
             hops=np.array(hops, dtype=np.uint8),
             query_positions=np.array(query_positions, dtype=np.int64),
             staleness=np.array(staleness, dtype=np.float32),
-            table=BlockTable(table.pages[:num_pages]),
+            table=held,
         )
         self._next_id += 1
         for old in self.session(space, session):

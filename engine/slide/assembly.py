@@ -8,6 +8,7 @@ The move happens layer by layer, right before that layer's attention needs it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,7 +20,7 @@ from ..model.spec import RopeSpec
 from ..position.rope import Rotary, rotate_keys, turn_by
 from ..reuse.index import CachedSequence
 from ..reuse.spans import Plan, Span
-from .block_table import BlockTable
+from .block_table import BlockTable, slot_gaps
 from .pages import PagePool, PoolFullError
 from .queries import StoredQueries
 from .slots import Slots
@@ -82,8 +83,10 @@ class Assembly:
         self._device = pool.kv.device
         self.hops = _hops(plan, sequences)
         self.query_positions, self.staleness = _carried(plan, sequences)
-        shared = _shared_pages(plan, sequences, pool)
-        num_pages = -(-reserve_tokens // PAGE_TOKENS)
+        gaps = slot_gaps(plan.positions)
+        shared = _shared_pages(plan, sequences, pool, gaps)
+        num_places = reserve_tokens + (int(gaps[-1, 1]) if len(gaps) else 0)
+        num_pages = -(-num_places // PAGE_TOKENS)
         missing = [page_idx for page_idx in range(num_pages) if page_idx not in shared]
         pool.retain(list(shared.values()))
         try:
@@ -92,7 +95,8 @@ class Assembly:
         except BaseException:
             pool.release(list(shared.values()))
             raise
-        self.table = BlockTable(own[page_idx] if page_idx in own else shared[page_idx] for page_idx in range(num_pages))
+        pages = (own[page_idx] if page_idx in own else shared[page_idx] for page_idx in range(num_pages))
+        self.table = BlockTable(pages, gaps)
         try:
             self._moves = _moves(plan, sequences, self.table, rope, self._device)
         except BaseException:
@@ -122,30 +126,48 @@ class Assembly:
         Returns:
             (n,) int64: those that can be written; the pool may be too full to copy a page.
         """
-        writable = [page_idx for page_idx in np.unique(tokens // PAGE_TOKENS).tolist() if self._make_writable(page_idx)]
-        tokens = tokens[np.isin(tokens // PAGE_TOKENS, writable)]
+        page_indices = self.table.page_indices(tokens)
+        tokens = tokens[np.isin(page_indices, self._make_writable(np.unique(page_indices)))]
         self.hops[tokens] = 0
         self.staleness[tokens] = 0.0
         self.query_positions[tokens] = self._positions[tokens]
         return tokens
 
-    def _make_writable(self, page_idx: int) -> bool:
-        page = self.table.pages[page_idx]
-        if self._pool.references([page])[0] == 1:
-            return True
+    def _make_writable(self, page_indices: np.ndarray) -> np.ndarray:
+        """Copies those of the pages that others read too, all at once; returns those that can be written now."""
+        pages = np.asarray(self.table.pages, dtype=np.int64)[page_indices]
+        is_shared = self._pool.references(pages) > 1
+        shared = page_indices[is_shared]
+        own = self._pages_for(len(shared))
+        if own:
+            copied = shared[: len(own)].tolist()
+            old = [self.table.pages[page_idx] for page_idx in copied]
+            source, target = (Slots(_slots_of(pages), self._device) for pages in (old, own))
+            for layer in self._pool.kv:
+                target.write(layer, source.read(layer))
+            for layer_idx in self._queries.layers:
+                self._queries.move(layer_idx, source, target)
+            for page_idx, page in zip(copied, own, strict=True):
+                self.table.pages[page_idx] = page
+            self._pool.release(old)
+        return np.concatenate([page_indices[~is_shared], shared[: len(own)]])
+
+    def _pages_for(self, num_pages: int) -> list[int]:
+        """So many new pages, or as many as there are."""
+        own: list[int] = []
         try:
-            (own,) = self._allocate(1, None)
+            return self._allocate(num_pages, None)
         except PoolFullError:
-            return False
-        first = np.arange(PAGE_TOKENS)
-        source, target = (Slots(number * PAGE_TOKENS + first, self._device) for number in (page, own))
-        for layer in self._pool.kv:
-            target.write(layer, source.read(layer))
-        for layer_idx in self._queries.layers:
-            self._queries.move(layer_idx, source, target)
-        self.table.pages[page_idx] = own
-        self._pool.release([page])
-        return True
+            with suppress(PoolFullError):  # one by one: evicting makes room for some where it does not for all
+                while len(own) < num_pages:
+                    own += self._allocate(1, None)
+            return own
+
+
+def _slots_of(pages: list[int]) -> np.ndarray:
+    """(pages * PAGE_TOKENS,) int64."""
+    slots: np.ndarray = (np.asarray(pages, dtype=np.int64)[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).ravel()
+    return slots
 
 
 def _hops(plan: Plan, sequences: dict[int, CachedSequence]) -> np.ndarray:
@@ -178,34 +200,43 @@ def _reused(plan: Plan, sequences: dict[int, CachedSequence]) -> list[tuple[Span
     return reused
 
 
-def _shared_pages(plan: Plan, sequences: dict[int, CachedSequence], pool: PagePool) -> dict[int, int]:
-    """Page index in the new sequence → page of a cached one that serves unchanged."""
+def _shared_pages(plan: Plan, sequences: dict[int, CachedSequence], pool: PagePool, gaps: np.ndarray) -> dict[int, int]:
+    """Page index in the new sequence → page of a cached one that serves unchanged.
+
+    A page serves if all tokens of it are reused from one place, keep position and slot, and are not corrected.
+    """
     shared: dict[int, int] = {}
-    corrected_pages = set((plan.corrected // PAGE_TOKENS).tolist())
+    # One place more than tokens: where the next one would go, so that a page that is not full is not taken for whole.
+    places = BlockTable((), gaps).places(np.arange(plan.num_tokens + 1))
+    page_indices = places // PAGE_TOKENS
+    stays = np.ones(plan.num_tokens, dtype=np.bool_)
+    stays[plan.corrected] = False
     for span, sequence, tokens in _reused(plan, sequences):
-        if (span.start - tokens.start) % PAGE_TOKENS:
-            continue
-        stays = sequence.positions[tokens] == plan.positions[span.start : span.stop]
-        page_shift = (tokens.start - span.start) // PAGE_TOKENS
-        first = -(-span.start // PAGE_TOKENS)
-        for page_idx in range(first, span.stop // PAGE_TOKENS):
-            start = page_idx * PAGE_TOKENS - span.start
-            if page_idx not in corrected_pages and stays[start : start + PAGE_TOKENS].all():
-                shared[page_idx] = sequence.table.pages[page_idx + page_shift]
-        tail = span.stop // PAGE_TOKENS
-        if span.stop % PAGE_TOKENS and tail >= first and _may_append(span, sequence, tokens, pool, tail):
-            shared[tail] = sequence.table.pages[tail]
+        slots = sequence.table.slots(np.arange(tokens.start, tokens.stop))
+        own = slice(span.start, span.stop)
+        keeps = stays[own] & (sequence.positions[tokens] == plan.positions[own])
+        keeps &= slots % PAGE_TOKENS == places[own] % PAGE_TOKENS
+        starts = np.flatnonzero(np.diff(page_indices[own], prepend=-1))
+        pages = slots // PAGE_TOKENS
+        serves = np.logical_and.reduceat(keeps, starts)
+        serves &= np.minimum.reduceat(pages, starts) == np.maximum.reduceat(pages, starts)
+        if span.start and page_indices[span.start - 1] == page_indices[span.start]:
+            serves[0] = False
+        if page_indices[span.stop - 1] == page_indices[span.stop]:
+            serves[-1] &= _may_append(span, sequence, tokens, pool, int(pages[-1]))
+        firsts = starts[serves]
+        shared.update(zip(page_indices[own][firsts].tolist(), pages[firsts].tolist(), strict=True))
     return shared
 
 
-def _may_append(span: Span, sequence: CachedSequence, tokens: slice, pool: PagePool, page_idx: int) -> bool:
+def _may_append(span: Span, sequence: CachedSequence, tokens: slice, pool: PagePool, page: int) -> bool:
     """Whether the new sequence may write on behind the cached one, in the page that this left partly filled.
 
     It may if it continues the cached sequence at its very end and nobody else refers to the page: the slots behind
     the end are nobody's then. Otherwise the page is copied on write.
     """
     continues = span.treatment == "exact" and span.start == tokens.start == 0 and tokens.stop == len(sequence.token_ids)
-    return continues and pool.references([sequence.table.pages[page_idx]])[0] == 1
+    return continues and pool.references([page])[0] == 1
 
 
 def _moves(
