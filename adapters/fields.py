@@ -59,6 +59,9 @@ class ModelFields(BaseModel):
     repair_seconds: float = 30.0
     gate_share: float | Literal["auto"] = "auto"
     gate_kl_bound: float = 0.05
+    learned_positions: bool = False
+    positions_quantile: float = 0.95
+    positions_file: Path | None = None
     attention: AttentionName = "auto"
     cache_dir: Path | None = None
     offline: bool = False

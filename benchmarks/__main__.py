@@ -18,13 +18,13 @@ from rich.console import Console
 from cacheslide_agents.engine.config import DtypeName
 from cacheslide_agents.files import replace_file
 
-from . import paper_figures, quality, session, speed, sweep
+from . import paper_figures, positions, quality, session, speed, sweep
 from .exactness import exactness
 from .pictures import heat_maps, reuse_picture, similarity_picture
 from .tables import missed_targets, show_table, standard_console
 from .workload import FAMILIES, DataMissingError, data_folder
 
-PARTS = ("speed", "ttft", "gather", "exactness", "quality", "session", "sweep", "figures")
+PARTS = ("speed", "ttft", "gather", "exactness", "quality", "session", "sweep", "figures", "positions")
 LONG = ("sweep", "figures")
 TTFT_LIMITS = {"slide, no correction": 0.30, "head, 10 % corrected": 0.42}
 
@@ -83,6 +83,9 @@ def main() -> int:
         paper_figures.show(console, figures["figures"])
         pictures["reuse"] = partial(reuse_picture, figures["figures"]["reuse"])
         pictures["similarity"] = partial(similarity_picture, figures["figures"]["similarity"])
+    if "positions" in wanted:
+        figures["positions"] = positions.measure(arguments.limit or 8, arguments.repeats)
+        positions.show(console, figures["positions"])
     figures["machine"]["load_average_at_the_end"] = round(os.getloadavg()[0], 2)
     if arguments.json:
         replace_file(arguments.json, (json.dumps(figures, indent=2) + "\n").encode())

@@ -171,6 +171,26 @@ def bench_quality(
     )
 
 
+@app.command()
+def profile(
+    prompts: Annotated[list[Path], typer.Argument(help="JSONL files with prompts of an agent, one or two a line.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Add what was learned to this JSON file, for EngineConfig.positions_file.")
+    ] = None,
+    quantile: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Share of the updates that fit into a reserved range.")
+    ] = 0.95,
+    namespace: Annotated[str, typer.Option(help="The tenant whose prompts they are.")] = "default",
+    model: Annotated[
+        str | None, typer.Option(help="A model folder, hub id or GGUF file instead of the bundled one.")
+    ] = None,
+) -> None:
+    """Learn how many positions to reserve for an agent's updates, so that the text behind them stays where it is."""
+    from .profile import run
+
+    run(prompts, model=model, quantile=quantile, namespace=namespace, output=output)
+
+
 def main() -> None:
     """Runs the command line and turns the package's own errors into one line and an exit status."""
     try:

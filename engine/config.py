@@ -71,6 +71,12 @@ class EngineConfig:
             answer, while nobody asks; 0 measures none, and nothing is ever refused. `auto` is 0.02 on a GPU, else 0.
         gate_kl_bound: Mean KL(full ‖ reuse) of the next token, in nats, past which prompts of the same namespace,
             template and policy reuse only what is exact, until measurements are good again.
+        learned_positions: Whether a range of positions is reserved for each update, as long as most updates before
+            it were, so that the text behind an update keeps its position and its pages. Ranges count against the
+            context; a session that they no longer fit in goes on without.
+        positions_quantile: Share of the observed updates that fit into a reserved range, 0 to 1.
+        positions_file: JSON file in which the observed lengths are kept; None keeps them in memory. They are lengths
+            only, apart for every namespace and template, and made for one model.
         attention: `auto` takes flash-attn on CUDA where it is installed and torch's SDPA elsewhere.
         cache_dir: Where converted models lie; None is the user's cache folder.
         offline: Never ask a hub, even for a hub id.
@@ -94,6 +100,9 @@ class EngineConfig:
     repair_seconds: float = 30.0
     gate_share: float | Literal["auto"] = "auto"
     gate_kl_bound: float = 0.05
+    learned_positions: bool = False
+    positions_quantile: float = 0.95
+    positions_file: Path | None = None
     attention: AttentionName = "auto"
     cache_dir: Path | None = None
     offline: bool = False
@@ -101,12 +110,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check = _Checks(self)
         check.text("model", "cache_dir", optional=True, path=True)
+        check.text("positions_file", optional=True, path=True)
         check.text("device", "namespace")
         check.one_of("dtype", get_args(DtypeName))
         check.one_of("policy", get_args(PolicyName))
         check.one_of("attention", get_args(AttentionName))
         check.number("correction_share", 0.0, 1.0)
         check.number("staleness_bound", 0.0, 1.0)
+        check.number("positions_quantile", 0.0, 1.0, open_low=True)
         check.number("pool_share", 0.0, 0.95, open_low=True)
         check.number("repair_seconds", 0.0)
         check.number("gate_kl_bound", 0.0, open_low=True)
@@ -119,7 +130,13 @@ class EngineConfig:
         check.count("prefill_chunk_tokens", 1)
         check.count("max_context_tokens", 2, optional=True)
         check.count("pool_tokens", PAGE_TOKENS, optional=True)
-        check.flag("share_slid", "offline")
+        check.flag("share_slid", "learned_positions", "offline")
+        if self.positions_file is not None:
+            if not self.learned_positions:
+                check.refuse(
+                    "positions_file", "it is read with learned_positions=True only, so set that or leave it out"
+                )
+            object.__setattr__(self, "positions_file", Path(self.positions_file).expanduser())
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
             check.refuse("device", "use auto, cpu, cuda or cuda:N")

@@ -29,7 +29,9 @@ from .attention import select_attention
 from .config import PAGE_TOKENS, PER_REQUEST, EngineConfig, PolicyName, SamplingParams
 from .errors import ConfigError, RequestCancelledError
 from .model.decoder import Decoder
+from .model.identity import ModelIdentity
 from .model.loading import load_model
+from .position.profile_file import ProfileBook
 from .run.drift import Drift
 from .run.request import Output, Piece, Request
 from .run.runner import Runner
@@ -86,11 +88,15 @@ class Engine:
         self.model_path = model_path
         self.context_tokens = context_tokens
         self._decoder = decoder
-        self._runner = Runner(config, decoder, tokenizer, pool, queries, attention, context_tokens)
+        profiles = None
+        if config.learned_positions:
+            identity = ModelIdentity.of(model_name, model.config, tokenizer)
+            profiles = ProfileBook(identity, config.positions_file)
+        self._runner = Runner(config, decoder, tokenizer, pool, queries, attention, context_tokens, profiles)
         idle_work = self._runner.idle_work
         self._scheduler = Scheduler(f"cacheslide {model_name}", idle_work.step if idle_work.is_on else None)
         self._closing = threading.Event()
-        self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._closing)
+        self._finalizer = weakref.finalize(self, _shut_down, self._scheduler, self._closing, profiles)
 
     @classmethod
     def load(cls, config: EngineConfig | str | Path | None = None) -> Engine:
@@ -101,7 +107,8 @@ class Engine:
 
         Raises:
             ModelError: The model cannot be found, read or served exactly; the message says why.
-            ConfigError: The device does not exist here or a limit does not fit the model.
+            ConfigError: The device does not exist here, a limit does not fit the model or `positions_file` is broken
+                or of another model.
         """
         if isinstance(config, (str, Path)):
             config = EngineConfig(model=config)
@@ -442,11 +449,13 @@ class Engine:
         return future.result()
 
 
-def _shut_down(scheduler: Scheduler, is_closing: threading.Event) -> None:
+def _shut_down(scheduler: Scheduler, is_closing: threading.Event, profiles: ProfileBook | None) -> None:
     if scheduler.is_forked:
         return  # its locks may be held by threads that are not here
     is_closing.set()  # first, so that what waits ends at once when its turn comes
     scheduler.close()
+    if profiles is not None:
+        profiles.save()
 
 
 def _collect(pieces: list[Piece]) -> Output:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Treatment = Literal["exact", "slid", "corrected", "fresh"]
+PositionKind = Literal["contiguous", "learned"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Receipt:
         corrected_tokens: Slid tokens that were computed again.
         fresh_tokens: Tokens computed without any cached copy.
         staleness: Mean staleness that the slid tokens are left with, 0 to 1; corrected ones owe nothing.
+        positions: `learned` if ranges of positions were reserved for updates, see `EngineConfig.learned_positions`.
+        positions_reason: Why they were not although they are on, or None. That by itself is no fallback.
+        unused_positions: Positions of the context that reserved ranges left unused before the prompt's end.
         generated_tokens: Tokens of the answer.
         pages_loaded: Pages read from a lower tier; 0 while all pages lie in one pool.
         pages_spilled: Pages written to a lower tier on behalf of this request; 0 while all pages lie in one pool.
@@ -44,6 +48,9 @@ class Receipt:
     corrected_tokens: int
     fresh_tokens: int
     staleness: float = 0.0
+    positions: PositionKind = "contiguous"
+    positions_reason: str | None = None
+    unused_positions: int = 0
     generated_tokens: int = 0
     pages_loaded: int = 0
     pages_spilled: int = 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +23,10 @@ from .bundled import BUNDLED_NAME, bundled_model
 from .cache_folder import cache_folder
 from .checkpoint import check_folder
 from .gguf import dense_copy, load_in_memory
+from .gguf_metadata import gguf_config, read_gguf
+from .gguf_tokenizer import gguf_tokenizer
 from .hub import fetch_from_hub, is_hub_id
+from .identity import ModelIdentity
 from .placement import resolve_device_and_dtype
 from .progress import Say
 from .support import check_config
@@ -64,26 +67,59 @@ def load_model(config: EngineConfig, progress: Say | None = None) -> LoadedModel
             again next time.
     """
     device, dtype = resolve_device_and_dtype(config.device, config.dtype)
+    source = _locate(config)
+    if source.is_gguf:
+        return _load_gguf(source.path, source.name, config, device, dtype, progress)
+    return _load_folder(source.path, source.name, config, device, dtype)
+
+
+def load_tokenizer(config: EngineConfig) -> tuple[PreTrainedTokenizerBase, ModelIdentity]:
+    """The tokenizer of what `config.model` names, and whose it is; no weight is read and nothing is converted.
+
+    Raises:
+        ModelNotInstalledError: The bundled model is asked for and absent.
+        ModelError: The model cannot be found or read.
+        UnsupportedModelError: The model cannot be served exactly.
+    """
+    source = _locate(config)
+    if source.is_gguf:
+        file = read_gguf(source.path)
+        model_config, tokenizer = gguf_config(file), gguf_tokenizer(file)
+        _check_served(model_config, config)
+    else:
+        model_config, tokenizer = _read_folder(source.path, config)
+    return tokenizer, ModelIdentity.of(source.name, model_config, tokenizer)
+
+
+class _Source(NamedTuple):
+    """Where a model lies: a folder or a GGUF file, and what people call it."""
+
+    path: Path
+    name: str
+    is_gguf: bool
+
+
+def _locate(config: EngineConfig) -> _Source:
+    """Finds what `config.model` names; a hub is asked if it must."""
     if config.model is None:
-        source = bundled_model(cache_folder(config.cache_dir))
-        return _load_gguf(source, BUNDLED_NAME, config, device, dtype, progress)
+        return _Source(bundled_model(cache_folder(config.cache_dir)), BUNDLED_NAME, True)
     path = Path(config.model).expanduser()
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if (path / "config.json").is_file() or not ggufs:
             _refuse_adapter(path)
-            return _load_folder(path.absolute(), path.absolute().name, config, device, dtype)
+            return _Source(path.absolute(), path.absolute().name, False)
         if len(ggufs) > 1:
             raise ModelError(f"{path} has {len(ggufs)} GGUF files, {ggufs[0].name} first: give the path of one of them")
         path = ggufs[0]
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"{path} is not a GGUF file: give a .gguf file, a Hugging Face folder or a hub id")
-        return _load_gguf(path.absolute(), path.stem, config, device, dtype, progress)
+        return _Source(path.absolute(), path.stem, True)
     name = str(config.model)
     if isinstance(config.model, Path) or name.lower().endswith(".gguf") or not is_hub_id(name):
         raise ModelError(f"{path} does not exist: give a Hugging Face folder, a GGUF file or a hub id (owner/name)")
-    return _load_folder(fetch_from_hub(name, offline=config.offline), name, config, device, dtype)
+    return _Source(fetch_from_hub(name, offline=config.offline), name, False)
 
 
 def _load_gguf(
@@ -109,6 +145,12 @@ def _load_gguf(
 def _load_folder(
     folder: Path, name: str, config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> LoadedModel:
+    _, tokenizer = _read_folder(folder, config)
+    return LoadedModel(_placed(_from_pretrained(folder, str(folder), dtype), device), tokenizer, folder, name)
+
+
+def _read_folder(folder: Path, config: EngineConfig) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model's configuration and tokenizer, once everything about them is known to be served."""
     check_folder(folder)
     read: Any = AutoConfig.from_pretrained
     try:
@@ -121,7 +163,7 @@ def _load_folder(
         tokenizer: PreTrainedTokenizerBase = load(folder, local_files_only=True)
     except Exception as error:  # tokenizers and transformers raise anything for broken files
         raise ModelError(f"the tokenizer in {folder} cannot be read ({error}): download its files again") from error
-    return LoadedModel(_placed(_from_pretrained(folder, str(folder), dtype), device), tokenizer, folder, name)
+    return model_config, tokenizer
 
 
 def _check_served(model_config: Any, config: EngineConfig) -> None:

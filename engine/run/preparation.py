@@ -16,6 +16,7 @@ import torch
 from ..config import EngineConfig, PolicyName
 from ..errors import ContextLengthError, PromptError
 from ..model.decoder import Decoder
+from ..position.profile_file import ProfileBook
 from ..reuse.index import CachedSequence, CacheIndex, SpaceKey
 from ..reuse.plan import PlanRequest
 from ..reuse.plan import plan as make_plan
@@ -29,6 +30,7 @@ from ..slide.queries import StoredQueries
 from ..tokenization import TextPiece, encode_with_last_piece
 from .correction import Correction
 from .forward import Forward
+from .positions import ANSWER_TOKENS, Placement, SessionPositions
 from .prefill import prefill
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Asked:
 
     Attributes:
         encoded: The prompt.
+        placement: Its tokens' positions, to be settled once it is answered.
         space: Where it may reuse.
         session: Whose earlier turns may be slid.
         policy: How reuse is decided.
@@ -50,6 +53,7 @@ class Asked:
     """
 
     encoded: EncodedPrompt
+    placement: Placement
     space: SpaceKey
     session: str | None
     policy: PolicyName
@@ -87,6 +91,7 @@ class Preparation:
         queries: The stored queries beside them.
         index: What is cached in them.
         replies: The sampled ids of earlier answers.
+        positions: The sessions' reserved ranges of positions.
         forward: The model's loop.
         context_tokens: Longest prompt plus answer.
     """
@@ -100,6 +105,7 @@ class Preparation:
         queries: StoredQueries,
         forward: Forward,
         context_tokens: int,
+        profiles: ProfileBook | None = None,
     ) -> None:
         self._config = config
         self._spec = decoder.spec
@@ -108,6 +114,7 @@ class Preparation:
         self.queries = queries
         self.index = CacheIndex(pool)
         self.replies = ReplyBooks()
+        self.positions = SessionPositions(profiles, config.positions_quantile, context_tokens)
         self.forward = forward
         self.context_tokens = context_tokens
 
@@ -123,6 +130,7 @@ class Preparation:
         policy: PolicyName,
         continuation: np.ndarray = _NO_TOKENS,
         refused: str | None = None,
+        answer_tokens: int | None = 1,
     ) -> Prepared:
         """Encodes a prompt, plans it and takes its pages; `prefill` is to follow at once.
 
@@ -133,6 +141,8 @@ class Preparation:
             policy: How reuse is decided.
             continuation: (n,) int64: more tokens to compute behind the prompt.
             refused: Why nothing may be slid, or None if it may; becomes the plan's fallback if something would be.
+            answer_tokens: Tokens that may be generated behind all; reserved ranges leave room for them. None for
+                an answer of no stated length.
 
         Raises:
             PromptError: A token id is not the model's.
@@ -145,7 +155,9 @@ class Preparation:
         if len(token_ids) >= self.context_tokens:
             raise ContextLengthError(len(token_ids), self.context_tokens, "shorten the prompt or the continuation")
         started = time.perf_counter()
-        asked = Asked(encoded, space, session, policy, refused)
+        answer_tokens = min(answer_tokens or ANSWER_TOKENS, self.context_tokens - len(token_ids))
+        placement = self.positions.place(encoded, space, session, len(continuation) + answer_tokens)
+        asked = Asked(encoded, placement, space, session, policy, refused)
         plan, assembly = self._assemble(asked, len(continuation), self.index.candidates(space), self.allocate)
         return Prepared(token_ids, len(encoded), header, plan, assembly, time.perf_counter() - started, asked)
 
@@ -248,6 +260,7 @@ class Preparation:
             min_slide_tokens=self._config.min_slide_tokens,
             max_hops=self._config.max_hops,
             share_slid=self._config.share_slid,
+            reserved=asked.placement.positions,
         )
         lesser: dict[PolicyName, PolicyName] = {"slide": "prefix", "head": "prefix", "prefix": "recompute"}
         # Where a model leaves no room for stored queries, staleness is unknown.

@@ -101,11 +101,14 @@ class Repair:
             owing = np.flatnonzero(staleness >= WORTH_STALENESS)
             if len(owing):
                 stalest = start + owing[np.argsort(-staleness[owing], kind="stable")[:STEP_TOKENS]]
-                pages = list(dict.fromkeys((stalest // PAGE_TOKENS).tolist()))[:num_pages]
-                return np.sort(stalest[np.isin(stalest // PAGE_TOKENS, pages)])
-        first_page = start // PAGE_TOKENS
-        stop_page = first_page + min(num_pages, STEP_TOKENS // PAGE_TOKENS)
-        return np.arange(start, min(len(sequence), stop_page * PAGE_TOKENS))
+                of_stalest = sequence.table.page_indices(stalest)
+                pages = list(dict.fromkeys(of_stalest.tolist()))[:num_pages]
+                return np.sort(stalest[np.isin(of_stalest, pages)])
+        tokens = np.arange(start, min(len(sequence), start + STEP_TOKENS))
+        page_indices = sequence.table.page_indices(tokens)
+        num_pages = min(num_pages, STEP_TOKENS // PAGE_TOKENS)
+        within: np.ndarray = tokens[page_indices < page_indices[0] + num_pages]
+        return within
 
     def _recompute(self, sequence: CachedSequence, tokens: np.ndarray, check: Callable[[], None]) -> None:
         started = time.perf_counter()

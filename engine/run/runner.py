@@ -15,6 +15,7 @@ from torch import Tensor
 from ..attention.interface import Attention
 from ..config import EngineConfig, PolicyName, SamplingParams
 from ..model.decoder import Decoder
+from ..position.profile_file import ProfileBook
 from ..receipt import Receipt
 from ..reuse.index import CachedSequence, SpaceKey
 from ..reuse.plan import treatments
@@ -28,7 +29,7 @@ from .detokenize import Detokenizer
 from .drift import Drift, measure
 from .forward import Forward
 from .idle_work import IdleWork
-from .preparation import Preparation
+from .preparation import Preparation, Prepared
 from .request import Request
 from .sampling import Sampler
 from .sequence import RunningSequence
@@ -56,12 +57,15 @@ class Runner:
         queries: StoredQueries,
         attention: Attention,
         context_tokens: int,
+        profiles: ProfileBook | None = None,
     ) -> None:
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._pool = pool
         self._forward = Forward(decoder, pool, queries, attention)
-        self.preparation = Preparation(config, decoder, tokenizer, pool, queries, self._forward, context_tokens)
+        self.preparation = Preparation(
+            config, decoder, tokenizer, pool, queries, self._forward, context_tokens, profiles
+        )
         self.idle_work = IdleWork(config, self.preparation, decoder.device.type)
         self.totals: dict[str, int] = defaultdict(int)
 
@@ -72,6 +76,7 @@ class Runner:
             self._serve(request)
         except BaseException as error:
             request.emit(error)
+        self.preparation.positions.save_if_due()
 
     def _serve(self, request: Request) -> None:
         request.check()
@@ -79,14 +84,19 @@ class Runner:
         started = time.perf_counter()
         refused = self.idle_work.refusal(SpaceKey(request.namespace, request.prompt.template), request.policy)
         prepared = self.preparation.prepare(
-            request.prompt, request.session, request.namespace, request.policy, refused=refused
+            request.prompt,
+            request.session,
+            request.namespace,
+            request.policy,
+            refused=refused,
+            answer_tokens=request.params.max_tokens,
         )
-        room = self.preparation.context_tokens - len(prepared.token_ids)
+        room = self.preparation.context_tokens - int(prepared.plan.positions[-1]) - 1
         sequence = RunningSequence(prepared.token_ids, prepared.plan, prepared.assembly)
         try:
             logits = self.preparation.prefill(prepared, wanted=1, check=request.check)
             receipt = replace(
-                _receipt(prepared.plan, prepared.assembly.staleness),
+                _receipt(prepared),
                 session=request.session,
                 queue_seconds=started - request.submitted_at,
                 plan_seconds=prepared.plan_seconds,
@@ -118,6 +128,8 @@ class Runner:
             self._pool.release(prepared.assembly.table.pages)
             raise
         if request.store:
+            asked = prepared.asked
+            self.preparation.positions.settle(asked.placement, asked.space, asked.session)
             kept = self._remember(request, prepared.header, sequence, answer)
             if kept.table.pages == sequence.table.pages[: len(kept.table.pages)]:
                 self.idle_work.end_request(prepared, logits, kept)
@@ -211,6 +223,7 @@ class Runner:
             index.forget_session(space, session)
         if session is not None:
             self.preparation.replies.forget(namespace, session)
+            self.preparation.positions.forget(namespace, session)
 
     def _step(self, sequence: RunningSequence, token_id: int) -> Tensor:
         """Computes one generated token; the logits after it are (1, vocab) float32."""
@@ -269,7 +282,8 @@ class Runner:
             self.totals[f"{name}_tokens"] += getattr(receipt, f"{name}_tokens")
 
 
-def _receipt(plan: Plan, staleness: np.ndarray) -> Receipt:
+def _receipt(prepared: Prepared) -> Receipt:
+    plan, placement, staleness = prepared.plan, prepared.asked.placement, prepared.assembly.staleness
     slid = plan.slid_tokens()
     counts = dict.fromkeys(("exact", "slid", "fresh"), 0)
     for span in plan.spans:
@@ -284,4 +298,7 @@ def _receipt(plan: Plan, staleness: np.ndarray) -> Receipt:
         fresh_tokens=counts["fresh"],
         staleness=float(staleness[slid].mean()) if len(slid) else 0.0,
         treatments=treatments(plan),
+        positions=placement.kind,
+        positions_reason=placement.reason,
+        unused_positions=int(plan.positions[-1]) + 1 - plan.num_tokens,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..config import PAGE_TOKENS
 from .block_table import BlockTable
 from .pages import PagePool
 from .queries import StoredQueries
@@ -38,14 +37,14 @@ class Draft:
         self._pool = pool
         self._queries = queries
         self._cached = table
-        self._page_idxs = np.unique(tokens // PAGE_TOKENS).tolist()
+        self._page_idxs = np.unique(table.page_indices(tokens)).tolist()
         first = self._page_idxs[0]
         self._own = pool.allocate(len(self._page_idxs), after=table.pages[first - 1] if first else None)
-        self.table = BlockTable(table.pages[: -(-num_tokens // PAGE_TOKENS)])
+        self.table = table.first_pages(num_tokens)
         for page_idx, page in zip(self._page_idxs, self._own, strict=True):
             self.table.pages[page_idx] = page
-        beside = np.concatenate([np.arange(idx * PAGE_TOKENS, (idx + 1) * PAGE_TOKENS) for idx in self._page_idxs])
-        beside = np.setdiff1d(beside[beside < num_tokens], tokens, assume_unique=True)
+        beside = np.flatnonzero(np.isin(table.page_indices(np.arange(num_tokens)), self._page_idxs))
+        beside = np.setdiff1d(beside, tokens, assume_unique=True)
         device = pool.kv.device
         self._copied = (
             (Slots(table.slots(beside), device), Slots(self.table.slots(beside), device)) if len(beside) else None

@@ -89,6 +89,8 @@ SETTINGS = st.fixed_dictionaries(
         "prefill_chunk_tokens": st.sampled_from([7, 16, 33, 64, 2048]),
         "pool_tokens": st.sampled_from([2048, 1024, 640, 480, 320, 160]),
         "max_context_tokens": st.sampled_from([None, None, 256]),
+        "learned_positions": st.booleans(),
+        "positions_quantile": st.sampled_from([0.95, 0.5]),
     }
 )
 

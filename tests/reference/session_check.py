@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,14 @@ class _Held:
     hops: np.ndarray
     query_positions: np.ndarray
     staleness: np.ndarray
+
+
+def _last_place(positions: np.ndarray) -> int:
+    """The last token's place among its pages' slots: gaps in the positions leave slots out, but no whole page."""
+    place = 0
+    for before, position in pairwise(positions.tolist()):
+        place += 1 + (position - before - 1) % PAGE_TOKENS
+    return place
 
 
 class WatchedEngine:
@@ -191,7 +200,7 @@ class WatchedEngine:
         assert self._plan is not None
         donors = {span.source for span in self._plan.spans if span.source is not None}
         pages = [page for donor in donors for page in self._runner.preparation.index.get(donor).table.pages]
-        own = -(-self._plan.num_tokens // PAGE_TOKENS)
+        own = _last_place(self._plan.positions) // PAGE_TOKENS + 1
         return len(pages) + 2 * own <= int(self._runner.preparation.pool.num_pages)
 
     def poison(self) -> None:
@@ -221,7 +230,7 @@ class WatchedEngine:
         assert self.engine.stats().free_pages == pool.num_pages - len(owners)
         for sequence in self._sequences():
             assert sequence.pins == 0
-            assert len(sequence.table.pages) == -(-len(sequence) // PAGE_TOKENS)
+            assert len(sequence.table.pages) == _last_place(sequence.positions) // PAGE_TOKENS + 1
 
     def _check_receipt(self, output: Output) -> None:
         receipt, plan = output.receipt, self._plan
@@ -243,7 +252,10 @@ class WatchedEngine:
         owed = self._computed[0].staleness[plan.slid_tokens()]
         assert abs(receipt.staleness - (owed.mean() if len(owed) else 0.0)) < 1e-6
         assert receipt.generated_tokens == len(output.token_ids)
-        assert output.token_ids and receipt.prompt_tokens + len(output.token_ids) <= self.engine.context_tokens
+        used = receipt.prompt_tokens + receipt.unused_positions + len(output.token_ids)
+        assert output.token_ids and used <= self.engine.context_tokens
+        assert receipt.unused_positions == plan.positions[-1] + 1 - plan.num_tokens
+        assert receipt.positions == "learned" or receipt.unused_positions == 0
 
     def _check_computed(self, before: dict[int, _Held]) -> None:
         assert self._computed is not None and self._plan is not None

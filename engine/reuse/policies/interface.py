@@ -26,6 +26,8 @@ class PlanRequest:
         min_slide_tokens: See `EngineConfig`.
         max_hops: See `EngineConfig`.
         share_slid: See `EngineConfig`.
+        reserved: (tokens,) int64, strictly increasing: the prompt's positions where ranges are reserved for its
+            updates; None for contiguous ones.
     """
 
     prompt: EncodedPrompt
@@ -36,11 +38,12 @@ class PlanRequest:
     min_slide_tokens: int = 16
     max_hops: int = 20
     share_slid: bool = False
+    reserved: np.ndarray | None = None
 
     @property
     def positions(self) -> np.ndarray:
-        """(tokens,) int64: the position ids of the prompt's tokens, contiguous from 0."""
-        return np.arange(len(self.prompt), dtype=np.int64)
+        """(tokens,) int64, strictly increasing: the position ids of the prompt's tokens, the same for all policies."""
+        return np.arange(len(self.prompt), dtype=np.int64) if self.reserved is None else self.reserved
 
 
 class Policy(Protocol):

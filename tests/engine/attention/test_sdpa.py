@@ -93,6 +93,31 @@ def test_rows_see_what_dense_attention_sees_when_flash_runs_them_as_sequences(ro
     torch.testing.assert_close(out.double(), seen_by_all(rows, window, pages), atol=1e-5, rtol=1e-5)
 
 
+GAPS = np.array([[37, 5], [200, 20], [431, 21]])
+TABLES = {
+    "few runs": BlockTable([*range(10, 30), *range(40, 60), *range(10)]),
+    "few runs with gaps": BlockTable([*range(10, 30), *range(40, 60), *range(10)], GAPS),
+    "many runs with gaps": BlockTable(SCATTERED, GAPS),
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("rows", ["all rows", "one row", "scattered rows", "few last rows"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "flash"])
+def test_rows_see_what_dense_attention_sees_when_slots_are_left_out(backend, rows, window, table):
+    kv, query = pool()
+    tokens = ROWS[rows]
+    owned = np.zeros(len(kv), dtype=np.bool_)
+    owned[TABLES[table].slots(np.arange(700))] = True
+    kv[torch.from_numpy(~owned)] = torch.nan
+    attention = BACKENDS.get(backend, lambda: FlashAttention(CPU, flash_attn_varlen_func))()
+    layout = attention.layout(TABLES[table], tokens)
+    out = attention.attend(query[tokens], kv, layout, scale=0.25, window=window)
+    expected = dense_attention(query[tokens], kv, TABLES[table], tokens, 0.25, window)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("pages", PAGES)
 @pytest.mark.parametrize("window", [None, 160, 33, 1])
 @pytest.mark.parametrize("rows", ROWS)

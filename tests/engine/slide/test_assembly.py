@@ -16,7 +16,7 @@ from cacheslide_agents.engine.reuse.rules import ByStaleness
 from cacheslide_agents.engine.reuse.spans import Plan, Span
 from cacheslide_agents.engine.slide import assembly as assembly_module
 from cacheslide_agents.engine.slide.assembly import Assembly
-from cacheslide_agents.engine.slide.block_table import BlockTable
+from cacheslide_agents.engine.slide.block_table import BlockTable, slot_gaps
 from cacheslide_agents.engine.slide.pages import PagePool
 from cacheslide_agents.engine.slide.queries import StoredQueries
 from cacheslide_agents.engine.slide.slots import Slots
@@ -41,10 +41,13 @@ class Cache:
         self.index = CacheIndex(self.pool)
         self.rng = np.random.default_rng(seed)
 
-    def sequence(self, num_tokens: int, *, apart: bool = False, session: str = "s") -> CachedSequence:
+    def sequence(
+        self, num_tokens: int, *, apart: bool = False, session: str = "s", positions: np.ndarray | None = None
+    ) -> CachedSequence:
+        positions = np.arange(num_tokens) if positions is None else positions
         pages: list[int] = []
         holes: list[int] = []
-        for _ in range(-(-num_tokens // PAGE_TOKENS)):
+        for _ in range(-(-(num_tokens + 15 * (np.diff(positions) > 1).sum()) // PAGE_TOKENS)):
             pages += self.pool.allocate(1, pages[-1] if pages else None)
             if apart:
                 holes += self.pool.allocate(1, pages[-1])
@@ -53,12 +56,12 @@ class Cache:
             SPACE,
             session,
             token_ids=self.rng.integers(0, 1_000, num_tokens),
-            positions=np.arange(num_tokens),
+            positions=positions,
             exact_tokens=num_tokens,
             hops=np.zeros(num_tokens, dtype=np.uint8),
             query_positions=np.arange(num_tokens) + self.rng.integers(0, 100, num_tokens),
             staleness=self.rng.random(num_tokens, dtype=np.float32),
-            table=BlockTable(pages),
+            table=BlockTable(pages, slot_gaps(positions)),
         )
 
     def assembled(self, plan: Plan, sequences: dict[int, CachedSequence]) -> Assembly:
@@ -122,6 +125,38 @@ def test_a_slid_span_is_moved_when_it_begins_in_a_page_shared_for_appending(sour
     assert assembly.table.pages[1] == exact.table.pages[1], "the partly filled page is written on"
 
 
+def reserved(system: int, update: int, suffix: int, range_tokens: int) -> np.ndarray:
+    """Positions of system, update and suffix where a range is reserved for the update."""
+    start = system + max(update, range_tokens)
+    return np.concatenate([np.arange(system + update), np.arange(start, start + suffix)])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(0, 60), st.integers(0, 60), st.integers(1, 90), st.integers(0, 15))
+def test_suffix_pages_are_shared_when_an_update_varies_in_its_reserved_range(
+    system: int, old: int, new: int, suffix: int, corrected: int
+) -> None:
+    cache = Cache(128)
+    donor = cache.sequence(system + old + suffix, positions=reserved(system, old, suffix, 60))
+    first = system + new
+    spans = [Span(0, system, "exact", donor.id, 0)] if system else []
+    spans += [Span(system, first, "fresh")] if new else []
+    spans += [Span(first, first + suffix, "slid", donor.id, system + old, True)]
+    spans += [Span(first + suffix, first + suffix + 1, "fresh")]
+    positions = reserved(system, new, suffix + 1, 60)
+    before = cache.pool.num_free
+    assembly = check_reused(cache, Plan(tuple(spans), positions), {donor.id: donor})
+    assert not assembly.hops.any(), "nothing was rotated"
+    # By another way: position p lies at p modulo a page, so each whole page of the suffix serves as it is.
+    start, stop = system + 60, system + 60 + suffix
+    whole = stop // 16 - -(-start // 16)
+    assert len(set(assembly.table.pages) & set(donor.table.pages)) >= max(0, whole)
+    writable = assembly.correct(np.arange(first, first + min(corrected, suffix)))
+    assert len(writable) == min(corrected, suffix)
+    cache.pool.release(assembly.table.pages)
+    assert cache.pool.num_free == before
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[int, bool, list[int], list[tuple[str, int, int, int]]]:
     """Seed, whether pages lie apart, lengths of the sequences, spans as (treatment, source, source start, length)."""
@@ -149,7 +184,11 @@ def test_every_reused_token_is_its_source_turned_when_spans_are_mixed(
     sequences = [cache.sequence(first), cache.sequence(second, apart=apart)]
     by_id = {sequence.id: sequence for sequence in sequences}
     spans, stop = [], 0
+    leaps = np.random.default_rng(seed)
+    steps: list[int] = []
     for treatment, source, source_start, length in pieces:
+        # A leap in the positions before some spans, as reserved ranges leave; an exact span has its source's.
+        steps += [1 + int(leaps.integers(0, 40) * leaps.integers(0, 2) * (treatment != "exact")), *[1] * (length - 1)]
         if treatment == "fresh":
             spans.append(Span(stop, stop + length, "fresh"))
         elif treatment == "exact":
@@ -158,7 +197,7 @@ def test_every_reused_token_is_its_source_turned_when_spans_are_mixed(
             spans.append(Span(stop, stop + length, "slid", sequences[source].id, source_start, True))
         stop += length
     before = cache.pool.num_free
-    assembly = check_reused(cache, Plan(tuple(spans), np.arange(stop)), by_id)
+    assembly = check_reused(cache, Plan(tuple(spans), np.cumsum(steps) - 1), by_id)
     cache.pool.release(assembly.table.pages)
     assert cache.pool.num_free == before, "every page comes back"
 
