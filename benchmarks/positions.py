@@ -52,10 +52,8 @@ class _Figures:
 def measure(limit: int, repeats: int) -> dict[str, Any]:
     """Time, pages and divergence with and without reserved ranges, by family."""
     results: dict[str, Any] = {}
-    with (
-        Engine.load(EngineConfig(dtype="float32", repair=False, gate_share=0.0)) as plain,
-        TemporaryDirectory() as folder,
-    ):
+    config = EngineConfig(dtype="float32", repair=False, gate_share=0.0)
+    with Engine.load(config) as plain, TemporaryDirectory() as folder:
         for family in FAMILIES:
             path = Path(folder) / f"{family}.json"
             _learn(plain, family, path)
