@@ -12,6 +12,7 @@ import torch
 
 from cacheslide_agents.engine import ConfigError, Engine, EngineConfig, Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.position.profile_file import ProfileKey
+from cacheslide_agents.engine.run import preparation
 from tests.engine.turns import ANSWER, HISTORY, NEW, OLD, QUERY, SYSTEM, tiny_engine
 from tests.reference.session_check import WatchedEngine
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -150,6 +151,15 @@ def test_answer_has_all_its_room_when_ranges_take_some_of_the_context() -> None:
             receipt = engine.generate(turn(OLD), params, session=f"{max_tokens}").receipt
             assert receipt.generated_tokens == min(max_tokens or 60, 60)
             assert (receipt.positions == "learned") == (max_tokens in (1, 60 - unused))
+
+
+def test_answer_ends_at_the_last_position_when_its_length_is_not_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "ANSWER_TOKENS", 4)
+    count = len(turn(OLD).token_ids(tiny_tokenizer(None)))
+    with learned_engine(NEW, max_context_tokens=count + 80) as engine:
+        receipt = engine.generate(turn(OLD), SamplingParams(max_tokens=None, ignore_eos=True), session="s").receipt
+        assert receipt.positions == "learned" and 0 < receipt.unused_positions < 76
+        assert receipt.generated_tokens == 80 - receipt.unused_positions
 
 
 def test_lengths_are_kept_in_the_file_when_the_engine_closes(tmp_path: Path) -> None:
