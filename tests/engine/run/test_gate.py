@@ -205,6 +205,17 @@ def test_nothing_is_measured_when_the_device_is_a_cpu() -> None:
         assert engine.stats().gates == () and engine._scheduler._idle_step is None
 
 
+@pytest.mark.usefixtures("by_hand")
+def test_shadow_run_is_dropped_when_the_next_request_follows_at_once() -> None:
+    with tiny_engine(gate_share=1.0) as engine:
+        engine.generate(turn(OLD), FEW, session="s")
+        engine.generate(turn(NEW), FEW, session="s")
+        engine.generate(Prompt([Segment.suffix("yes")]), FEW)
+        assert engine.stats().dropped_shadow_runs == 1
+        work(engine)
+        assert engine.stats().shadow_runs == 0
+
+
 def test_shadow_run_is_dropped_when_a_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, copy = threading.Event(), Draft.copy
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -321,3 +325,60 @@ def test_requests_are_served_when_repair_fails(monkeypatch: pytest.MonkeyPatch) 
         engine.generate(Prompt([Segment.system(SYSTEM), Segment.suffix(HISTORY + QUERY)]), FEW, session="s")
         engine.forget("s")
         assert engine.wait_until_repaired(LONG_SECONDS)
+
+
+FORK = """
+import os, signal, sys, threading, time, warnings
+import torch
+from cacheslide_agents.engine import Prompt
+from cacheslide_agents.engine.errors import EngineClosedError
+from cacheslide_agents.engine.slide.draft import Draft
+from tests.engine.turns import FEW, first_turn, second_turn, tiny_engine
+
+torch.set_num_threads(1)
+warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on a fork of a process with threads warns
+begun, copy = threading.Event(), Draft.copy
+
+def slow_copy(draft, layer_idx):
+    begun.set()
+    time.sleep(0.02)
+    copy(draft, layer_idx)
+
+Draft.copy = slow_copy
+engine = tiny_engine(repair=True)
+engine.generate(first_turn(), FEW, session="s")
+engine.generate(second_turn(), FEW, session="s")
+assert begun.wait(60)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    for call in (engine.wait_until_repaired, lambda: engine.generate(first_turn())):
+        try:
+            call()
+        except EngineClosedError as error:
+            assert "fork" in str(error)
+        else:
+            os._exit(2)
+    engine.close()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert engine.wait_until_repaired(60)
+begun.clear()
+engine.generate(Prompt([*first_turn().segments, *second_turn().segments[1:]]), FEW, session="s")
+print("left")  # in the middle of the next step, or before it
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+def test_process_exits_quietly_and_forks_refuse_when_repair_goes_on() -> None:
+    root = Path(__file__).parents[3]
+    ended = subprocess.run(
+        [sys.executable, "-c", FORK],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")
