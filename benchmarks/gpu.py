@@ -52,7 +52,9 @@ def main() -> int:
     model = _random_model(device, arguments.shrink)
     speeds = _measured_speeds(device, arguments.shrink)
     figures: dict[str, Any] = {"device": _name(device), "speeds": speeds, "policies": {}}
-    base = EngineConfig(pool_tokens=65536 // arguments.shrink, attention=arguments.attention)
+    base = EngineConfig(
+        pool_tokens=65536 // arguments.shrink, attention=arguments.attention, repair=False, gate_share=0.0
+    )
     for name, changes in SETTINGS.items():
         with Engine.from_model(model, words_tokenizer(), base.with_changes(**changes)) as engine:
             receipts = [_second_turn(engine, repeat, arguments.shrink) for repeat in range(arguments.repeats + 1)][1:]

@@ -73,7 +73,7 @@ def divergence(conversations: int | None) -> dict[str, Any]:
     figures: dict[str, Any] = {"conversations": num_conversations, "prompt_tokens": [[] for _ in range(NUM_TURNS)]}
     kls: dict[str, list[list[float]]] = {name: [[] for _ in range(NUM_TURNS)] for name in ("unrepaired", "repaired")}
     corrected: dict[str, list[float]] = {name: [] for name in kls}
-    with Engine.load(EngineConfig(dtype="float32")) as plain:
+    with Engine.load(EngineConfig(dtype="float32", repair=False, gate_share=0.0)) as plain:
         config = plain.config.with_changes(repair=True, repair_seconds=REPAIR_SECONDS)
         with Engine.from_model(plain.model, plain.tokenizer, config) as repairing:
             engines = {"unrepaired": plain, "repaired": repairing}

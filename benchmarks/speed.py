@@ -34,7 +34,7 @@ SIZES = {"system_tokens": 256, "old_tokens": 128, "new_tokens": 193, "suffix_tok
 
 def against_transformers(repeats: int) -> dict[str, Any]:
     """Cold prefill and decode of the engine and of transformers' own forward and `generate`, by turns."""
-    with Engine.load(EngineConfig(policy="recompute")) as engine:
+    with Engine.load(EngineConfig(policy="recompute", repair=False, gate_share=0.0)) as engine:
         assert engine.model_path is not None
         plain = AutoModelForCausalLM.from_pretrained(engine.model_path, dtype=engine.model.dtype).eval()
         prefill: dict[str, list[float]] = {"engine": [], "transformers": []}
@@ -69,7 +69,7 @@ def time_to_first_token(repeats: int) -> dict[str, Any]:
     }
     times: dict[str, list[float]] = {name: [] for name in settings}
     counts: dict[str, dict[str, int]] = {}
-    shared = Engine.load(EngineConfig())
+    shared = Engine.load(EngineConfig(repair=False, gate_share=0.0))
     engines = {
         name: Engine.from_model(shared.model, shared.tokenizer, shared.config.with_changes(**changes))
         for name, changes in settings.items()
