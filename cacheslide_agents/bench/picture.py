@@ -20,7 +20,7 @@ EXACT_KL = 1e-6
 """Nats up to which a divergence is rounding; it has no place on a logarithmic axis and is drawn at its foot."""
 
 # Okabe and Ito's colours, which people with any colour vision tell apart; shapes and labels say the same again.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A7A7A", "#8B6914")
+COLOURS = ("#000000", "#7A7A7A", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#8B6914", "#0072B2", "#009E73")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "h")
 
 _INK = "#222222"
