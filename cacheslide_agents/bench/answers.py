@@ -18,7 +18,8 @@ class AnswerScores:
     Attributes:
         f1: Of the words, without case, punctuation and articles.
         exact_match: 1 if these words are the same in the same order.
-        rouge_l_recall: The longest common subsequence of words, as a share of the wanted answer's.
+        rouge_l_recall: The longest common subsequence of words, as a share of the wanted answer's; the exact match if
+            that one has no words.
     """
 
     f1: float
@@ -52,9 +53,11 @@ def compare_answers(answer: str, wanted: str) -> AnswerScores:
     words = squad(
         [{"prediction_text": answer, "id": "0"}], [{"answers": {"answer_start": [0], "text": [wanted]}, "id": "0"}]
     )
+    exact_match = float(words["exact_match"]) / 100
+    has_words = any(character.isalnum() for character in wanted)
     sequence = rouge_score(answer, wanted, rouge_keys="rougeL")
     return AnswerScores(
         f1=float(words["f1"]) / 100,
-        exact_match=float(words["exact_match"]) / 100,
-        rouge_l_recall=float(sequence["rougeL_recall"]),
+        exact_match=exact_match,
+        rouge_l_recall=float(sequence["rougeL_recall"]) if has_words else exact_match,
     )

@@ -35,6 +35,12 @@ def test_scores_are_nothing_when_the_answer_is_empty() -> None:
     assert (scores.f1, scores.exact_match, scores.rouge_l_recall) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(("answer", "score"), [(" ", 1), ("orange", 0)])
+def test_only_an_answer_without_words_is_right_when_none_are_wanted(answer: str, score: float) -> None:
+    scores = compare_answers(answer, ":\n")
+    assert (scores.f1, scores.exact_match, scores.rouge_l_recall) == (score, score, score)
+
+
 def test_error_names_the_extra_when_torchmetrics_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     require_metrics()
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.text", None)
