@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cacheslide_agents.engine.config import AttentionName, DtypeName, PolicyName
+from cacheslide_agents.engine.config import AttentionName, DtypeName, PaperSettings, PolicyName
 
 from .errors import UnsupportedFeatureError
 from .settings import ChatSettings, explain
@@ -50,6 +50,11 @@ class ModelFields(BaseModel):
     min_slide_tokens: int = 16
     max_hops: int = 20
     share_slid: bool = False
+    epic_head_tokens: int = 32
+    epic_tail_tokens: int = 32
+    cacheblend_share: float = 0.18
+    deviation_share: float = 0.26
+    paper: PaperSettings = PaperSettings()
     namespace: str = "default"
     max_context_tokens: int | None = None
     pool_tokens: int | None = None

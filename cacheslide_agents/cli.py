@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from cacheslide_agents.engine.config import PolicyName
 from cacheslide_agents.engine.errors import CacheFolderError, CacheSlideError, ConfigError, PromptError
 
 from . import __version__
@@ -103,9 +104,7 @@ def chat(
     model: Annotated[
         str | None, typer.Option(help="A model folder, hub id or GGUF file instead of the bundled one.")
     ] = None,
-    policy: Annotated[
-        Literal["recompute", "prefix", "head", "slide"], typer.Option(help="How reuse is decided.")
-    ] = "slide",
+    policy: Annotated[PolicyName, typer.Option(help="How reuse is decided.")] = "slide",
     system: Annotated[str, typer.Option(help="The system message.")] = "You are a helpful assistant.",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .config import EngineConfig, SamplingParams
+    from .config import EngineConfig, PaperSettings, SamplingParams
     from .engine import Engine
     from .errors import (
         CacheFolderError,
@@ -43,6 +43,7 @@ __all__ = [
     "ModelError",
     "ModelNotInstalledError",
     "Output",
+    "PaperSettings",
     "Piece",
     "Prompt",
     "PromptError",
@@ -60,6 +61,7 @@ if not TYPE_CHECKING:
         "EngineConfig": f"{__name__}.config",
         "EngineStats": f"{__name__}.stats",
         "Output": f"{__name__}.run.request",
+        "PaperSettings": f"{__name__}.config",
         "Piece": f"{__name__}.run.request",
         "Prompt": f"{__name__}.segments",
         "Receipt": f"{__name__}.receipt",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, dataclass_transform, get_args
@@ -14,11 +14,23 @@ from .errors import ConfigError
 PAGE_TOKENS = 16
 """Tokens in one page (DESIGN: a page is K and V of 16 tokens of one layer)."""
 
-PolicyName = Literal["recompute", "prefix", "head", "slide"]
+PolicyName = Literal["recompute", "prefix", "promptcache", "cacheblend", "epic", "head", "deviation", "slide", "paper"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "sdpa", "flash"]
 
-PER_REQUEST = ("policy", "correction_share", "staleness_bound", "min_slide_tokens", "max_hops", "share_slid")
+PER_REQUEST = (
+    "policy",
+    "correction_share",
+    "staleness_bound",
+    "min_slide_tokens",
+    "max_hops",
+    "share_slid",
+    "epic_head_tokens",
+    "epic_tail_tokens",
+    "cacheblend_share",
+    "deviation_share",
+    "paper",
+)
 """Settings that are read anew with every request, so that `Engine.adjust` can change them."""
 
 S = TypeVar("S", bound=type)
@@ -44,6 +56,40 @@ def settings(cls: S) -> S:
 
 
 @settings
+class PaperSettings:
+    """How `paper` reads Algorithm 2 of the CacheSlide paper (§4.3) where that leaves a choice. Layers count from 0.
+
+    Attributes:
+        share: k, the share of the slid tokens that is corrected at a time.
+        selection_layer: The layer whose key deviations choose them; the layers up to it are computed for all.
+        clamp_alpha: Whether the weight α of computed K and V is at most 1; the paper prints no bound.
+        gate: `converged` lets a token go where 1 − CKSim < τ, as the text says; `printed` where CKSim < τ, as
+            Algorithm 2 does; `off` never.
+        tau: τ, the gate's threshold.
+        gate_every_layers: The gate is asked in every so manyth layer.
+        attends_to: What corrected tokens see: everything before them, or segments of the role `update` and themselves.
+    """
+
+    share: float = 0.26
+    selection_layer: int = 1
+    clamp_alpha: bool = False
+    gate: Literal["converged", "printed", "off"] = "converged"
+    tau: float = 0.12
+    gate_every_layers: int = 4
+    attends_to: Literal["everything", "update"] = "everything"
+
+    def __post_init__(self) -> None:
+        check = _Checks(self)
+        check.number("share", 0.0, 1.0)
+        check.count("selection_layer", 0)
+        check.flag("clamp_alpha")
+        check.one_of("gate", ("converged", "printed", "off"))
+        check.number("tau", 0.0, 2.0)
+        check.count("gate_every_layers", 1)
+        check.one_of("attends_to", ("everything", "update"))
+
+
+@settings
 class EngineConfig:
     """How an engine is loaded and how it reuses.
 
@@ -59,6 +105,11 @@ class EngineConfig:
         min_slide_tokens: Matching runs shorter than this are computed, not slid: below it the copy costs more.
         max_hops: Rotations that a cached key may go through before it is computed again (rounding adds up).
         share_slid: Whether slid donors may come from other sessions of the namespace.
+        epic_head_tokens: First tokens of each reused segment that `epic` computes again.
+        epic_tail_tokens: Last tokens of each reused segment that `epic` computes again.
+        cacheblend_share: Share of the slid tokens that `cacheblend` computes again.
+        deviation_share: Share of the slid tokens that `deviation` computes again.
+        paper: How `paper` reads what its paper leaves open.
         namespace: The tenant; nothing is shared across namespaces.
         max_context_tokens: Upper limit of prompt plus answer; None is the model's own.
         pool_tokens: Size of the KV pool in tokens; None takes `pool_share` of the memory free at load.
@@ -91,6 +142,11 @@ class EngineConfig:
     min_slide_tokens: int = PAGE_TOKENS
     max_hops: int = 20
     share_slid: bool = False
+    epic_head_tokens: int = 32
+    epic_tail_tokens: int = 32
+    cacheblend_share: float = 0.18
+    deviation_share: float = 0.26
+    paper: PaperSettings = field(default_factory=PaperSettings)
     namespace: str = "default"
     max_context_tokens: int | None = None
     pool_tokens: int | None = None
@@ -127,6 +183,12 @@ class EngineConfig:
             check.refuse("repair", "use True, False or auto")
         check.count("min_slide_tokens", 1)
         check.count("max_hops", 0, 255)
+        check.count("epic_head_tokens", 0)
+        check.count("epic_tail_tokens", 0)
+        check.number("cacheblend_share", 0.0, 1.0)
+        check.number("deviation_share", 0.0, 1.0)
+        if not isinstance(self.paper, PaperSettings):
+            check.refuse("paper", "give PaperSettings(...)")
         check.count("prefill_chunk_tokens", 1)
         check.count("max_context_tokens", 2, optional=True)
         check.count("pool_tokens", PAGE_TOKENS, optional=True)

@@ -28,6 +28,8 @@ class Receipt:
         positions: `learned` if ranges of positions were reserved for updates, see `EngineConfig.learned_positions`.
         positions_reason: Why they were not although they are on, or None. That by itself is no fallback.
         unused_positions: Positions of the context that reserved ranges left unused before the prompt's end.
+        computed_share: Layers that prompt tokens were taken through, as a share of all layers for all of them. Some
+            policies compute slid tokens in a few layers only; what is computed twice counts twice.
         generated_tokens: Tokens of the answer.
         pages_loaded: Pages read from a lower tier; 0 while all pages lie in one pool.
         pages_spilled: Pages written to a lower tier on behalf of this request; 0 while all pages lie in one pool.
@@ -51,6 +53,7 @@ class Receipt:
     positions: PositionKind = "contiguous"
     positions_reason: str | None = None
     unused_positions: int = 0
+    computed_share: float = 0.0
     generated_tokens: int = 0
     pages_loaded: int = 0
     pages_spilled: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -78,6 +79,10 @@ class EncodedPrompt:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def segment_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Each segment's token range (start, stop), partitioning the prompt; a segment without a token is empty."""
+        return tuple(pairwise((*self.segment_starts, len(self))))
 
 
 @dataclass(frozen=True)

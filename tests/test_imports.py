@@ -208,6 +208,7 @@ def test_public_names_are_these_when_listed() -> None:
         "ModelError",
         "ModelNotInstalledError",
         "Output",
+        "PaperSettings",
         "Piece",
         "Prompt",
         "PromptError",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,10 +29,12 @@ class SpaceKey(NamedTuple):
     Attributes:
         namespace: The tenant.
         template: Identity of the chat template, or None for plain text.
+        context: What its sequences saw when they were computed: all of their prompt, or nothing but themselves.
     """
 
     namespace: str
     template: str | None
+    context: Literal["prompt", "isolated"] = "prompt"
 
 
 @dataclass(eq=False)

@@ -91,5 +91,12 @@ class Plan:
         )
 
 
+def add_fresh(spans: list[Span], stop: int) -> None:
+    """Fills the gap behind the last span up to `stop` with a fresh one, if there is a gap."""
+    start = spans[-1].stop if spans else 0
+    if start < stop:
+        spans.append(Span(start, stop, "fresh"))
+
+
 def _joined(ranges: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(ranges).astype(np.int64) if ranges else np.empty(0, dtype=np.int64)

@@ -20,18 +20,26 @@ class Forward:
 
     The way of a layer: project the active rows, write their K and V to their slots, attend over every page before
     them, finish. Rows that nobody wants logits of stop at the last layer's K and V.
+
+    Attributes:
+        decoder: The model.
+        pool: Where K and V lie.
+        queries: The stored queries beside them.
+        attention: How rows attend.
+        token_layers: Rows that went through a layer so far, over all layers.
     """
 
     def __init__(self, decoder: Decoder, pool: PagePool, queries: StoredQueries, attention: Attention) -> None:
-        self._decoder = decoder
-        self._pool = pool
-        self._queries = queries
-        self._attention = attention
+        self.decoder = decoder
+        self.pool = pool
+        self.queries = queries
+        self.attention = attention
+        self.token_layers = 0
 
     @property
     def num_layers(self) -> int:
         """Layers that a pass goes through."""
-        return self._decoder.spec.num_layers
+        return self.decoder.spec.num_layers
 
     def rows(
         self,
@@ -56,9 +64,9 @@ class Forward:
         Returns:
             (wanted, vocab) float32 on the model's device, or None if `wanted` is 0.
         """
-        decoder, attention, spec = self._decoder, self._attention, self._decoder.spec
-        hidden = decoder.embed(self._to_device(token_ids))
-        rotary = decoder.rotary(self._to_device(positions))
+        decoder, attention, spec = self.decoder, self.attention, self.decoder.spec
+        hidden = decoder.embed(self.to_device(token_ids))
+        rotary = decoder.rotary(self.to_device(positions))
         slots = Slots(table.slots(tokens), decoder.device)
         layout = attention.layout(table, tokens)
         last = spec.num_layers - 1
@@ -66,7 +74,8 @@ class Forward:
             if before_layer is not None:
                 before_layer(layer_idx)
             query, kv = decoder.project(layer_idx, hidden, rotary)
-            layer = self._pool.layer(layer_idx)
+            self.token_layers += len(tokens)
+            layer = self.pool.layer(layer_idx)
             slots.write(layer, kv)
             if layer_idx == last:
                 if not wanted:
@@ -74,25 +83,26 @@ class Forward:
                 if wanted < len(tokens):
                     hidden, query = hidden[-wanted:], query[-wanted:]
                     layout = attention.layout(table, tokens[-wanted:])
-            lse = self._lse(layer_idx, query)
+            lse = self.lse(layer_idx, query)
             attended = attention.attend(
                 query, layer, layout, scale=spec.attention_scale, window=spec.windows[layer_idx], lse=lse
             )
             if lse is not None:
-                self._queries.write(layer_idx, slots, query, lse)
+                self.queries.write(layer_idx, slots, query, lse)
             hidden = decoder.finish(layer_idx, hidden, attended)
         return decoder.logits(hidden)
 
     def wait(self) -> None:
         """Returns when the device has computed what it was given; at once on a CPU."""
-        if self._decoder.device.type == "cuda":
-            torch.cuda.synchronize(self._decoder.device)
+        if self.decoder.device.type == "cuda":
+            torch.cuda.synchronize(self.decoder.device)
 
-    def _lse(self, layer_idx: int, query: torch.Tensor) -> torch.Tensor | None:
+    def lse(self, layer_idx: int, query: torch.Tensor) -> torch.Tensor | None:
         """Room for the log-sum-exps of a probe layer's rows."""
-        if not self._queries.wants(layer_idx):
+        if not self.queries.wants(layer_idx):
             return None
         return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
 
-    def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._decoder.device, non_blocking=True)
+    def to_device(self, values: np.ndarray) -> torch.Tensor:
+        """Host numbers on the model's device."""
+        return torch.from_numpy(values).to(self.decoder.device, non_blocking=True)

@@ -85,7 +85,9 @@ class SessionPositions:
         settled = self._sessions.get((space, session))
         if settled is not None and settled.dropped:
             return replace(contiguous, reason=settled.reason, dropped=True)
-        ranges = self._ranges(updates, ProfileKey(*space), settled.ranges if settled is not None else ())
+        ranges = self._ranges(
+            updates, ProfileKey(space.namespace, space.template), settled.ranges if settled is not None else ()
+        )
         if not any(ranges[: len(updates)]):
             return replace(contiguous, reason="no update of this template was observed yet")
         positions = reserved_positions(len(prompt), updates, ranges[: len(updates)])
@@ -103,7 +105,7 @@ class SessionPositions:
         """Notes an answered prompt: its session's ranges from now on, and the lengths of its updates."""
         if self._book is None:
             return
-        self._book.observe(ProfileKey(*space), placement.lengths)
+        self._book.observe(ProfileKey(space.namespace, space.template), placement.lengths)
         if session is None or not (placement.ranges or placement.dropped):
             return
         self._sessions[space, session] = replace(placement, positions=_NOWHERE, lengths=())

@@ -20,9 +20,10 @@ from ..position.profile_file import ProfileBook
 from ..reuse.index import CachedSequence, CacheIndex, SpaceKey
 from ..reuse.plan import PlanRequest
 from ..reuse.plan import plan as make_plan
+from ..reuse.policies import policy_named
 from ..reuse.replies import ReplyBooks
-from ..reuse.rules import ByStaleness
-from ..reuse.spans import Plan
+from ..reuse.rules import ByDeviation, ByStaleness
+from ..reuse.spans import Plan, Span
 from ..segments import EncodedPrompt, Prompt
 from ..slide.assembly import Assembly
 from ..slide.pages import PagePool, PoolFullError
@@ -30,6 +31,7 @@ from ..slide.queries import StoredQueries
 from ..tokenization import TextPiece, encode_with_last_piece
 from .correction import Correction
 from .forward import Forward
+from .layerwise import Layerwise
 from .positions import ANSWER_TOKENS, Placement, SessionPositions
 from .prefill import prefill
 
@@ -37,6 +39,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NO_TOKENS = np.empty(0, dtype=np.int64)
+
+LESSER: dict[PolicyName, PolicyName] = {
+    "slide": "prefix",
+    "head": "prefix",
+    "deviation": "prefix",
+    "paper": "prefix",
+    "promptcache": "recompute",
+    "cacheblend": "recompute",
+    "epic": "recompute",
+    "prefix": "recompute",
+}
+"""What is tried instead where the pool does not hold a policy's donors beside the prompt."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +80,28 @@ class Prepared:
 
     Attributes:
         token_ids: (tokens,) int64: the prompt and the continuation behind it.
-        prompt_tokens: How many of them are the prompt's.
         header: The prompt's text after its last control token, which the answer continues.
         plan: How its tokens are treated; after the prefill with what was corrected.
         assembly: Its pages.
         plan_seconds: What planning and taking pages took.
         asked: The prompt as it was planned.
+        computed_share: Token-layers computed by the prefill, as a share of those of the prompt.
     """
 
     token_ids: np.ndarray
-    prompt_tokens: int
     header: TextPiece
     plan: Plan
     assembly: Assembly
     plan_seconds: float
     asked: Asked
+    computed_share: float = 0.0
 
 
 class Preparation:
     """Prepares prompts and prefills them, on the engine's one thread.
 
     Attributes:
+        config: The settings; those of `config.PER_REQUEST` may change between requests.
         pool: The KV pages.
         queries: The stored queries beside them.
         index: What is cached in them.
@@ -107,7 +122,7 @@ class Preparation:
         context_tokens: int,
         profiles: ProfileBook | None = None,
     ) -> None:
-        self._config = config
+        self.config = config
         self._spec = decoder.spec
         self._tokenizer = tokenizer
         self.pool = pool
@@ -120,7 +135,7 @@ class Preparation:
 
     def adjust(self, config: EngineConfig) -> None:
         """Plans what comes next with other settings (`config.PER_REQUEST`); what is cached stays."""
-        self._config = config
+        self.config = config
 
     def prepare(
         self,
@@ -158,8 +173,8 @@ class Preparation:
         answer_tokens = min(answer_tokens or ANSWER_TOKENS, self.context_tokens - len(token_ids))
         placement = self.positions.place(encoded, space, session, len(continuation) + answer_tokens)
         asked = Asked(encoded, placement, space, session, policy, refused)
-        plan, assembly = self._assemble(asked, len(continuation), self.index.candidates(space), self.allocate)
-        return Prepared(token_ids, len(encoded), header, plan, assembly, time.perf_counter() - started, asked)
+        plan, assembly = self._assemble(asked, len(continuation), self._candidates(asked), self.allocate)
+        return Prepared(token_ids, header, plan, assembly, time.perf_counter() - started, asked)
 
     def rehearse(self, prepared: Prepared, without: int) -> Prepared:
         """Prepares once more what was refused to slide, as if it might: on free pages, and without its own answer.
@@ -172,7 +187,7 @@ class Preparation:
             PoolFullError: Too few pages are free; nothing cached is forgotten for it.
         """
         asked = replace(prepared.asked, refused=None)
-        sequences = [sequence for sequence in self.index.candidates(asked.space) if sequence.id != without]
+        sequences = [sequence for sequence in self._candidates(asked) if sequence.id != without]
         plan, assembly = self._assemble(asked, 0, sequences, self.pool.allocate)
         return replace(prepared, plan=plan, assembly=assembly, asked=asked)
 
@@ -187,24 +202,60 @@ class Preparation:
         Returns:
             (wanted, vocab) float32 on the model's device.
         """
-        plan, assembly = prepared.plan, prepared.assembly
+        plan, assembly, before = prepared.plan, prepared.assembly, self.forward.token_layers
+        rule = plan.correction
         try:
-            correction = self._correction(prepared, plan.correction) if plan.correction else None
-            logits = prefill(
-                self.forward,
-                prepared.token_ids,
-                plan,
-                assembly,
-                wanted=wanted,
-                chunk_tokens=self._config.prefill_chunk_tokens,
-                check=check,
-                chooser=correction,
-            )
-            if correction:
-                prepared.plan = replace(plan, corrected=correction.chosen)
+            if isinstance(rule, ByDeviation):
+                layerwise = Layerwise(
+                    self.forward,
+                    rule,
+                    prepared.token_ids,
+                    plan,
+                    assembly,
+                    chunk_tokens=self.config.prefill_chunk_tokens,
+                    check=check,
+                )
+                logits = layerwise.run(wanted)
+                prepared.plan = replace(plan, corrected=layerwise.corrected)
+            else:
+                correction = self._correction(prepared, rule) if rule else None
+                logits = prefill(
+                    self.forward,
+                    prepared.token_ids,
+                    plan,
+                    assembly,
+                    wanted=wanted,
+                    chunk_tokens=self.config.prefill_chunk_tokens,
+                    check=check,
+                    chooser=correction,
+                )
+                if correction:
+                    prepared.plan = replace(plan, corrected=correction.chosen)
+            done = self.forward.token_layers - before
+            prepared.computed_share = done / (plan.num_tokens * self.forward.num_layers)
             return logits
         finally:
             self._unpin(plan)
+
+    def compute_alone(self, token_ids: np.ndarray, positions: np.ndarray, check: Callable[[], None]) -> Assembly:
+        """Computes tokens with nothing before them; the caller has the pages indexed.
+
+        Args:
+            token_ids: (tokens,) int64.
+            positions: (tokens,) int64, increasing: where the keys are rotated to.
+            check: Called between layers; raises to stop.
+
+        Raises:
+            PoolFullError: The pool does not hold them.
+        """
+        plan = Plan((Span(0, len(token_ids), "fresh"),), positions)
+        assembly = self._take_pages(plan, self.allocate)
+        try:
+            prefill(self.forward, token_ids, plan, assembly, chunk_tokens=self.config.prefill_chunk_tokens, check=check)
+        except BaseException:
+            self.pool.release(assembly.table.pages)
+            raise
+        return assembly
 
     def allocate(self, num_pages: int, after: int | None) -> list[int]:
         """Pages with one reference each, evicting what is cached if it must.
@@ -242,6 +293,9 @@ class Preparation:
                 "model, or resize the model's embeddings to the tokenizer"
             )
 
+    def _candidates(self, asked: Asked) -> list[CachedSequence]:
+        return self.index.candidates(space_of(asked.policy, asked.space))
+
     def _assemble(
         self,
         asked: Asked,
@@ -255,14 +309,18 @@ class Preparation:
             prompt=asked.encoded,
             session=asked.session,
             sequences=sequences,
-            correction_share=self._config.correction_share,
-            staleness_bound=self._config.staleness_bound,
-            min_slide_tokens=self._config.min_slide_tokens,
-            max_hops=self._config.max_hops,
-            share_slid=self._config.share_slid,
+            correction_share=self.config.correction_share,
+            staleness_bound=self.config.staleness_bound,
+            min_slide_tokens=self.config.min_slide_tokens,
+            max_hops=self.config.max_hops,
+            share_slid=self.config.share_slid,
+            epic_head_tokens=self.config.epic_head_tokens,
+            epic_tail_tokens=self.config.epic_tail_tokens,
+            cacheblend_share=self.config.cacheblend_share,
+            deviation_share=self.config.deviation_share,
+            paper=self.config.paper,
             reserved=asked.placement.positions,
         )
-        lesser: dict[PolicyName, PolicyName] = {"slide": "prefix", "head": "prefix", "prefix": "recompute"}
         # Where a model leaves no room for stored queries, staleness is unknown.
         attempt: PolicyName = "head" if policy == "slide" and not self.queries.layers else policy
         fallback: str | None = None
@@ -275,9 +333,9 @@ class Preparation:
             try:
                 return plan, self._take_pages(plan, allocate)
             except PoolFullError:
-                if attempt not in lesser:
+                if attempt not in LESSER:
                     raise
-                attempt = lesser[attempt]
+                attempt = LESSER[attempt]
                 fallback = fallback or (
                     f"the pool of {self.pool.num_pages} pages does not hold the earlier turn beside this prompt of "
                     f"{plan.num_tokens} tokens: raise pool_tokens to reuse it"
@@ -304,7 +362,7 @@ class Preparation:
             self.pool,
             self.queries,
             self._spec,
-            prompt_tokens=prepared.prompt_tokens,
+            prompt_tokens=len(prepared.asked.encoded),
             bound=rule.bound,
             cap_share=rule.cap_share,
         )
@@ -312,3 +370,8 @@ class Preparation:
     def _unpin(self, plan: Plan) -> None:
         for source in {span.source for span in plan.spans if span.source is not None}:
             self.index.unpin(source)
+
+
+def space_of(policy: PolicyName, space: SpaceKey) -> SpaceKey:
+    """Where a policy finds what it reuses: `space` itself, or that of its isolated segments."""
+    return space if policy_named(policy).isolation is None else space._replace(context="isolated")

@@ -19,6 +19,7 @@ from ..position.profile_file import ProfileBook
 from ..receipt import Receipt
 from ..reuse.index import CachedSequence, SpaceKey
 from ..reuse.plan import treatments
+from ..reuse.policies import policy_named
 from ..reuse.spans import Plan
 from ..segments import Prompt
 from ..slide.pages import PagePool
@@ -29,7 +30,8 @@ from .detokenize import Detokenizer
 from .drift import Drift, measure
 from .forward import Forward
 from .idle_work import IdleWork
-from .preparation import Preparation, Prepared
+from .preparation import Preparation, Prepared, space_of
+from .registration import register
 from .request import Request
 from .sampling import Sampler
 from .sequence import RunningSequence
@@ -73,12 +75,21 @@ class Runner:
     def serve(self, request: Request) -> None:
         """Answers one request through its `emit`; an error goes there too, and leaves no page behind."""
         try:
-            self._serve(request)
+            prepared = self._serve(request)
         except BaseException as error:
             request.emit(error)
+        else:
+            self._register(request, prepared)
         self.preparation.positions.save_if_due()
 
-    def _serve(self, request: Request) -> None:
+    def _register(self, request: Request, prepared: Prepared) -> None:
+        """Caches an answered prompt's segments alone, if its policy reuses such."""
+        isolation = policy_named(request.policy).isolation
+        if isolation is not None and request.store:
+            space = space_of(request.policy, prepared.asked.space)
+            register(self.preparation, prepared, space, request.session, isolation, request.check)
+
+    def _serve(self, request: Request) -> Prepared:
         request.check()
         self.idle_work.begin_request()
         started = time.perf_counter()
@@ -100,6 +111,7 @@ class Runner:
                 session=request.session,
                 queue_seconds=started - request.submitted_at,
                 plan_seconds=prepared.plan_seconds,
+                computed_share=prepared.computed_share,
             )
             answer = Answer()
             pieces = decode(
@@ -131,12 +143,13 @@ class Runner:
             asked = prepared.asked
             self.preparation.positions.settle(asked.placement, asked.space, asked.session)
             kept = self._remember(request, prepared.header, sequence, answer)
-            if kept.table.pages == sequence.table.pages[: len(kept.table.pages)]:
+            if kept is not None and kept.table.pages == sequence.table.pages[: len(kept.table.pages)]:
                 self.idle_work.end_request(prepared, logits, kept)
         else:
             self._pool.release(sequence.table.pages)
         self._count(receipt)
         request.emit(replace(piece, receipt=receipt))
+        return prepared
 
     @torch.inference_mode()
     def logits(
@@ -241,20 +254,24 @@ class Runner:
 
     def _remember(
         self, request: Request, header: TextPiece, sequence: RunningSequence, answer: Answer
-    ) -> CachedSequence:
-        """Indexes the answered sequence and the reply's sampled ids; returns what holds the sequence now."""
+    ) -> CachedSequence | None:
+        """Indexes the answered sequence and the reply's sampled ids; returns what holds the sequence now, if any."""
         space = SpaceKey(request.namespace, request.prompt.template)
-        kept = self.preparation.index.add(
-            space=space,
-            session=request.session,
-            token_ids=sequence.token_ids,
-            positions=sequence.positions,
-            exact_tokens=sequence.exact_tokens,
-            hops=sequence.hops,
-            query_positions=sequence.query_positions,
-            staleness=sequence.staleness,
-            table=sequence.table,
-        )
+        kept = None
+        if policy_named(request.policy).isolation is None:
+            kept = self.preparation.index.add(
+                space=space,
+                session=request.session,
+                token_ids=sequence.token_ids,
+                positions=sequence.positions,
+                exact_tokens=sequence.exact_tokens,
+                hops=sequence.hops,
+                query_positions=sequence.query_positions,
+                staleness=sequence.staleness,
+                table=sequence.table,
+            )
+        else:  # its K and V were not computed in context: no donor for anybody
+            self._pool.release(sequence.table.pages)
         self._remember_reply(request, space, header, answer)
         return kept
 

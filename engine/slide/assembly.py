@@ -19,6 +19,7 @@ from ..config import PAGE_TOKENS
 from ..model.spec import RopeSpec
 from ..position.rope import Rotary, rotate_keys, turn_by
 from ..reuse.index import CachedSequence
+from ..reuse.rules import ByDeviation
 from ..reuse.spans import Plan, Span
 from .block_table import BlockTable, slot_gaps
 from .pages import PagePool, PoolFullError
@@ -211,6 +212,8 @@ def _shared_pages(plan: Plan, sequences: dict[int, CachedSequence], pool: PagePo
     page_indices = places // PAGE_TOKENS
     stays = np.ones(plan.num_tokens, dtype=np.bool_)
     stays[plan.corrected] = False
+    if isinstance(plan.correction, ByDeviation):  # every slid token is computed in some layers
+        stays[plan.slid_tokens()] = False
     for span, sequence, tokens in _reused(plan, sequences):
         slots = sequence.table.slots(np.arange(tokens.start, tokens.stop))
         own = slice(span.start, span.stop)

@@ -60,8 +60,9 @@ def collected(chunks: Any) -> Any:
 
 
 def test_fields_and_defaults_are_the_engines_when_listed() -> None:
+    defaults = EngineConfig()
     for field in fields(EngineConfig):
-        assert ModelFields.model_fields[field.name].default == field.default
+        assert ModelFields.model_fields[field.name].default == getattr(defaults, field.name)
     for field in fields(SamplingParams):
         assert ModelFields.model_fields[field.name].default is None
 

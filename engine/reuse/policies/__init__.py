@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from ...errors import ConfigError
+from .cacheblend import CacheBlend
+from .deviation import Deviation
+from .epic import Epic
 from .head import Head
 from .interface import PlanRequest, Policy
+from .paper import Paper
 from .prefix import Prefix
+from .promptcache import PromptCache
 from .recompute import Recompute
 from .slide import Slide
 
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Recompute(), Prefix(), Head(), Slide())}
+_ALL: tuple[Policy, ...] = (
+    Recompute(),
+    Prefix(),
+    PromptCache(),
+    CacheBlend(),
+    Epic(),
+    Head(),
+    Deviation(),
+    Slide(),
+    Paper(),
+)
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in _ALL}
 
 __all__ = ["POLICIES", "PlanRequest", "Policy", "policy_named"]
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from ..spans import Plan
-from .interface import PlanRequest
+from .interface import Isolation, PlanRequest
 from .slide import slid_spans
 
 
@@ -15,6 +15,7 @@ class Head:
     """Exact prefix, then slid runs with their heads corrected, the rest fresh."""
 
     name = "head"
+    isolation: Isolation | None = None
 
     def plan(self, request: PlanRequest) -> Plan:
         """Exact, slid and fresh spans; corrected tokens as `correction_share` asks."""

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from ..diff import common_prefix_tokens
 from ..index import CachedSequence
 from ..spans import Plan, Span
-from .interface import PlanRequest
+from .interface import Isolation, PlanRequest
 
 
 class Prefix:
     """Exact prefix reuse."""
 
     name = "prefix"
+    isolation: Isolation | None = None
 
     def plan(self, request: PlanRequest) -> Plan:
         """At most one exact span, then one fresh span."""

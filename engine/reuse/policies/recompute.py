@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ..spans import Plan, Span
-from .interface import PlanRequest
+from .interface import Isolation, PlanRequest
 
 
 class Recompute:
     """Full prefill."""
 
     name = "recompute"
+    isolation: Isolation | None = None
 
     def plan(self, request: PlanRequest) -> Plan:
         """One fresh span."""

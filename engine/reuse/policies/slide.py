@@ -15,8 +15,8 @@ import numpy as np
 from ..diff import common_prefix_tokens, matching_runs
 from ..index import CachedSequence
 from ..rules import ByStaleness
-from ..spans import Plan, Span
-from .interface import PlanRequest
+from ..spans import Plan, Span, add_fresh
+from .interface import Isolation, PlanRequest
 from .prefix import by_recency, exact_span
 
 MAX_DIFFS = 8
@@ -44,6 +44,7 @@ class Slide:
     """Exact prefix, then slid runs, of which stale tokens in demand are corrected; the rest is fresh."""
 
     name = "slide"
+    isolation: Isolation | None = None
 
     def plan(self, request: PlanRequest) -> Plan:
         """Exact, slid and fresh spans; the engine selects what to correct, at most `correction_share`."""
@@ -64,9 +65,9 @@ def slid_spans(request: PlanRequest) -> tuple[list[Span], list[SlidRun]]:
     donor, runs = _best_donor(request, len(exact) if exact else 0)
     for run in runs:
         for start, stop in _pieces(run.tokens):
-            _add_fresh(spans, start)
+            add_fresh(spans, start)
             spans.append(Span(start, stop, "slid", donor, run.source_start + start - run.start, run.after_change))
-    _add_fresh(spans, len(request.prompt))
+    add_fresh(spans, len(request.prompt))
     return spans, runs
 
 
@@ -144,10 +145,3 @@ def _pieces(tokens: np.ndarray) -> list[tuple[int, int]]:
     """Increasing tokens as (start, stop) of contiguous pieces."""
     breaks = np.flatnonzero(np.diff(tokens) != 1) + 1
     return [(int(piece[0]), int(piece[-1]) + 1) for piece in np.split(tokens, breaks)]
-
-
-def _add_fresh(spans: list[Span], stop: int) -> None:
-    """Fills the gap up to `stop` with a fresh span, if there is one."""
-    start = spans[-1].stop if spans else 0
-    if start < stop:
-        spans.append(Span(start, stop, "fresh"))

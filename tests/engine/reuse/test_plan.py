@@ -15,16 +15,24 @@ from cacheslide_agents.engine.errors import ConfigError
 from cacheslide_agents.engine.reuse.index import CachedSequence, SpaceKey
 from cacheslide_agents.engine.reuse.plan import PlanRequest, assert_valid, plan, treatments
 from cacheslide_agents.engine.reuse.policies import POLICIES
-from cacheslide_agents.engine.reuse.rules import ByStaleness
+from cacheslide_agents.engine.reuse.policies.interface import Isolation
+from cacheslide_agents.engine.reuse.policies.isolation import missing_segments
+from cacheslide_agents.engine.reuse.rules import ByDeviation, ByStaleness, Gate, Rule
 from cacheslide_agents.engine.reuse.spans import Plan, Span
 from cacheslide_agents.engine.segments import EncodedPrompt
 from cacheslide_agents.engine.slide.block_table import BlockTable
 
 SPACE = SpaceKey("default", None)
+Turn = tuple[list[np.ndarray], np.ndarray, str | None, str]
+"""Segments, reply, session and policy."""
 
 
-def request_for(tokens: np.ndarray, session: str | None, cached: list[CachedSequence], **knobs: object) -> PlanRequest:
-    prompt = EncodedPrompt(np.asarray(tokens, dtype=np.int64), (0,), ("suffix",))
+def request_for(
+    segments: list[np.ndarray], session: str | None, cached: list[CachedSequence], **knobs: object
+) -> PlanRequest:
+    starts = np.cumsum([0, *(len(segment) for segment in segments)])[:-1]
+    tokens = np.concatenate(segments).astype(np.int64)
+    prompt = EncodedPrompt(tokens, tuple(starts.tolist()), ("update", *["suffix"] * (len(segments) - 1)))  # type: ignore[arg-type]
     return PlanRequest(prompt, session, cached, **knobs)  # type: ignore[arg-type]
 
 
@@ -34,10 +42,17 @@ class Agent:
 
     settings: dict[str, object] = field(default_factory=dict)
     cached: list[CachedSequence] = field(default_factory=list)
+    alone: list[CachedSequence] = field(default_factory=list)
 
-    def turn(self, tokens: np.ndarray, reply: np.ndarray, session: str | None, policy: str) -> tuple[PlanRequest, Plan]:
-        request = request_for(tokens, session, list(self.cached), **self.settings)
+    def turn(
+        self, segments: list[np.ndarray], reply: np.ndarray, session: str | None, policy: str
+    ) -> tuple[PlanRequest, Plan]:
+        isolation, tokens = POLICIES[policy].isolation, np.concatenate(segments)
+        request = request_for(segments, session, list(self.alone if isolation else self.cached), **self.settings)
         made = plan(policy, request)
+        if isolation:
+            self.register(request, isolation)
+            return request, made
         hops = np.zeros(len(tokens) + len(reply), dtype=np.uint8)
         by_id = {sequence.id: sequence for sequence in self.cached}
         for span in made.spans:
@@ -67,9 +82,30 @@ class Agent:
         )
         return request, made
 
+    def register(self, request: PlanRequest, isolation: Isolation) -> None:
+        """Caches the segments that no copy holds, each alone."""
+        prompt, positions = request.prompt, request.positions
+        for start, stop in missing_segments(prompt, positions, request.sequences, isolation, request.min_slide_tokens):
+            number = len(self.alone)
+            self.alone.append(
+                CachedSequence(
+                    id=number,
+                    space=SPACE._replace(context="isolated"),
+                    session=request.session,
+                    token_ids=prompt.token_ids[start:stop],
+                    positions=isolation.positions(positions[start:stop]),
+                    exact_tokens=stop - start,
+                    hops=np.zeros(stop - start, dtype=np.uint8),
+                    query_positions=positions[start:stop],
+                    staleness=np.zeros(stop - start, dtype=np.float32),
+                    table=BlockTable(),
+                    last_used=number,
+                )
+            )
+
 
 @st.composite
-def agents_turns(draw: st.DrawFn) -> list[tuple[np.ndarray, np.ndarray, str | None, str]]:
+def agents_turns(draw: st.DrawFn) -> list[Turn]:
     """Prompts that come from one another by inserting, deleting, replacing and truncating segments."""
     vocab = draw(st.sampled_from([3, 50, 5_000]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -97,8 +133,8 @@ def agents_turns(draw: st.DrawFn) -> list[tuple[np.ndarray, np.ndarray, str | No
                 segments[where] = np.concatenate([segments[where], segment()])
         reply = segment()
         session = draw(st.sampled_from(["a", "a", "b", None]))
-        policy = draw(st.sampled_from(["slide", "slide", "head", "head", "prefix", "recompute"]))
-        turns.append((np.concatenate(segments), reply, session, policy))
+        policy = draw(st.sampled_from(["slide", "head", *POLICIES]))
+        turns.append((list(segments), reply, session, policy))
         if draw(st.booleans()):
             segments.append(reply)
     return turns
@@ -110,6 +146,10 @@ knobs = st.fixed_dictionaries(
         "min_slide_tokens": st.sampled_from([1, 4, 16]),
         "max_hops": st.sampled_from([0, 1, 20]),
         "share_slid": st.booleans(),
+        "deviation_share": st.sampled_from([0.0, 0.26, 1.0]),
+        "cacheblend_share": st.sampled_from([0.0, 0.18]),
+        "epic_head_tokens": st.sampled_from([0, 3, 32]),
+        "epic_tail_tokens": st.sampled_from([0, 3, 32]),
     }
 )
 
@@ -117,28 +157,67 @@ knobs = st.fixed_dictionaries(
 @settings(max_examples=300, deadline=None)
 @given(agents_turns(), knobs)
 def test_every_plan_is_valid_and_true_when_conversations_are_edited(
-    turns: list[tuple[np.ndarray, np.ndarray, str | None, str]], knobs: dict[str, object]
+    turns: list[Turn], knobs: dict[str, object]
 ) -> None:
     agent = Agent(knobs)
-    for tokens, reply, session, policy in turns:
-        request, made = agent.turn(tokens, reply, session, policy)
+    for segments, reply, session, policy in turns:
+        request, made = agent.turn(segments, reply, session, policy)
         assert_valid(made)
-        assert made.num_tokens == len(tokens)
+        assert made.num_tokens == len(np.concatenate(segments))
         assert made.policy == policy
-        np.testing.assert_array_equal(made.positions, np.arange(len(tokens)))
-        assert_sources(request, made)
+        np.testing.assert_array_equal(made.positions, np.arange(made.num_tokens))
+        if POLICIES[policy].isolation:
+            assert_isolated(request, made)
+        else:
+            assert_sources(request, made)
         if policy == "head":
             assert_heads(request, made)
-        else:
+        elif policy != "epic":
             assert len(made.corrected) == 0
-        slides = any(span.treatment == "slid" for span in made.spans)
-        chooses = policy == "slide" and slides and request.correction_share > 0.0
-        assert made.correction == (ByStaleness(request.staleness_bound, request.correction_share) if chooses else None)
+        assert_rule(request, made)
         if policy == "recompute":
             assert [span.treatment for span in made.spans] == ["fresh"]
         if policy == "prefix":
             assert all(span.treatment != "slid" for span in made.spans)
         assert_counts(made)
+
+
+def assert_rule(request: PlanRequest, made: Plan) -> None:
+    """Correction is left to a rule only where something slides that may need it."""
+    slid = [span for span in made.spans if span.treatment == "slid"]
+    changed = any(span.after_change for span in slid)
+    expected: Rule | None = None
+    if made.policy == "slide" and slid and request.correction_share:
+        expected = ByStaleness(request.staleness_bound, request.correction_share)
+    elif made.policy == "deviation" and slid and request.deviation_share:
+        expected = ByDeviation(request.deviation_share) if changed or request.deviation_share == 1.0 else None
+    elif made.policy == "cacheblend" and slid and request.cacheblend_share:
+        expected = ByDeviation(request.cacheblend_share)
+    elif made.policy == "paper" and changed:
+        expected = ByDeviation(0.26, fusion="alpha", gate=Gate(4, 0.12, "converged"))
+    assert made.correction == expected
+
+
+def assert_isolated(request: PlanRequest, made: Plan) -> None:
+    """What is reused are segments, nearly whole, in copies of their own; the first is exact if it did not move."""
+    by_id = {sequence.id: sequence for sequence in request.sequences}
+    ranges = dict(request.prompt.segment_ranges())
+    tokens = request.prompt.token_ids
+    for span in made.spans:
+        if span.source is None:
+            continue
+        copy = by_id[span.source]
+        assert span.source_start == 0 and span.start in ranges
+        assert len(span) >= max(request.min_slide_tokens, min(ranges[span.start], len(tokens) - 1) - span.start - 4)
+        np.testing.assert_array_equal(tokens[span.start : span.stop], copy.token_ids[: len(span)])
+        moved = int(copy.positions[0]) != span.start
+        assert not moved or (made.policy != "promptcache" and request.max_hops > 0)
+        assert (span.treatment == "exact") == (span.start == 0 and not moved)
+        if made.policy == "epic" and span.after_change:
+            place = set((made.corrected[(made.corrected >= span.start) & (made.corrected < span.stop)]).tolist())
+            head, tail = request.epic_head_tokens, request.epic_tail_tokens
+            ends = {*range(span.start, span.start + head), *range(span.stop - tail, span.stop)}
+            assert place == ends & set(range(span.start, span.stop))
 
 
 def assert_sources(request: PlanRequest, made: Plan) -> None:
@@ -208,8 +287,8 @@ def assert_counts(made: Plan) -> None:
 
 
 def test_the_error_lists_the_policies_when_one_does_not_exist() -> None:
-    with pytest.raises(ConfigError, match="'paper' does not exist: use one of recompute, prefix, head, slide"):
-        plan("paper", request_for(np.arange(3), None, []))
+    with pytest.raises(ConfigError, match=r"'best' does not exist: use one of recompute, prefix, .*, slide"):
+        plan("best", request_for([np.arange(3)], None, []))
 
 
 def test_the_registry_has_the_policies_that_settings_allow() -> None:
