@@ -48,7 +48,7 @@ def heat_maps(policy: str, grid: Mapping[str, Any]) -> bytes:
     bar = figure.colorbar(image, ax=panels.tolist(), shrink=0.7, pad=0.02)
     bar.set_label("mean KL(full ‖ policy), nats", fontsize=9)
     figure.suptitle(
-        f"{policy}: mean KL, and share of tokens computed",
+        f"{policy}: mean KL, and share of token-layers computed",
         x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK,
     )  # fmt: skip
     return _png(figure)

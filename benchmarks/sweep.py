@@ -1,4 +1,7 @@
-"""Sweeps of what a budget buys: `slide` by budget and staleness bound. `--only sweep`."""
+"""Sweeps of what a budget buys: `slide` by budget and staleness bound, `paper` by budget and gate.
+
+`--only sweep`; the latter is the paper's heat map.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from cacheslide_agents.bench.comparison import Comparison, measuring_config
 from cacheslide_agents.bench.quality import Measured, measure_sets
 from cacheslide_agents.bench.variants import Variant, variants
 from cacheslide_agents.engine import Engine
-from cacheslide_agents.engine.config import DtypeName
+from cacheslide_agents.engine.config import DtypeName, PaperSettings
 
 from .tables import show_table
 from .workload import family_turns
 
 BUDGETS = (0.05, 0.10, 0.15, 0.20, 0.26)
+GATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.12)
 BOUNDS = (0.0, 0.0001, 0.0003, 0.001, 0.003, 0.01)
 
 
@@ -40,7 +44,7 @@ class Grid:
 
 
 def grids() -> list[Grid]:
-    """What is swept."""
+    """Both sweeps."""
     budgets = ("budget", BUDGETS)
     slide = [
         [
@@ -49,11 +53,21 @@ def grids() -> list[Grid]:
         ]
         for budget in BUDGETS
     ]
-    return [Grid("slide", budgets, ("staleness bound", BOUNDS), slide)]
+    paper = [
+        [
+            Variant(f"paper {budget:g} {gate:g}", "paper", {"paper": PaperSettings(share=budget, tau=gate)})
+            for gate in GATES
+        ]
+        for budget in BUDGETS
+    ]
+    return [
+        Grid("slide", budgets, ("staleness bound", BOUNDS), slide),
+        Grid("paper", budgets, ("gate threshold", GATES), paper),
+    ]
 
 
 def measure(limit: int | None, dtype: DtypeName, families: Sequence[str]) -> dict[str, Any]:
-    """Mean KL and computed share of every grid's variants, by family."""
+    """Mean KL and share of token-layers computed of every grid's variants, by family."""
     wanted = grids()
     compared = [*variants([]), *(variant for grid in wanted for row in grid.variants for variant in row)]
     measured: Measured = {}
@@ -76,7 +90,7 @@ def measure(limit: int | None, dtype: DtypeName, families: Sequence[str]) -> dic
                     [mean(ones[name, variant.name].kl for name in names) for variant in row] for row in grid.variants
                 ],
                 "computed": [
-                    [mean(ones[name, variant.name].computed_share for name in names) for variant in row]
+                    [mean(ones[name, variant.name].receipt.computed_share for name in names) for variant in row]
                     for row in grid.variants
                 ],
             }
@@ -89,7 +103,7 @@ def show(console: Console, figures: dict[str, Any]) -> None:
         for family, values in grid["families"].items():
             show_table(
                 console,
-                f"{policy} on {values['prompts']} prompts of {family}: mean KL in nats (share of tokens computed)",
+                f"{policy} on {values['prompts']} prompts of {family}: mean KL in nats (share of token-layers computed)",
                 (f"{grid['rows']['what']} \\ {grid['columns']['what']}", *map(str, grid["columns"]["values"])),
                 [
                     (f"{budget:g}", *(f"{kl:.1e} ({share:.0%})" for kl, share in zip(kls, shares, strict=True)))

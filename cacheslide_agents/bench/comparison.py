@@ -1,7 +1,8 @@
 """Measures policies against a full prefill on the same two turns.
 
-Each policy has a namespace of its own and takes the first turn itself, so that none finds another's cache. The second
-turn is answered without being stored: any number of variants and repetitions start from the same cache.
+The first turn, on an empty cache, is the same under all policies that keep KV in context: they share it. A policy that
+keeps segments computed alone has a namespace of its own. The second turn is answered without being stored, so that any
+number of variants and repetitions start from the same cache and none finds another's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from cacheslide_agents.engine import Engine, EngineConfig, Output, Receipt, SamplingParams
 from cacheslide_agents.engine.config import PER_REQUEST, DtypeName
+from cacheslide_agents.engine.reuse.policies import policy_named
 from cacheslide_agents.engine.run.drift import cksim, kl_divergence, top_margin
 
 from .answers import AnswerScores, compare_answers
@@ -147,9 +149,10 @@ class Comparison:
 
     def _take_first(self, turns: Turns) -> None:
         self._use({})
-        for policy in dict.fromkeys(variant.policy for variant in self._variants):
+        policies = {_namespace(variant.policy): variant.policy for variant in reversed(self._variants)}
+        for namespace, policy in policies.items():
             self._engine.generate(
-                turns.first, SamplingParams(max_tokens=1), session=_SESSION, namespace=_namespace(policy), policy=policy
+                turns.first, SamplingParams(max_tokens=1), session=_SESSION, namespace=namespace, policy=policy
             )
 
     def _time(self, turns: Turns) -> tuple[dict[str, Output], dict[str, list[float]]]:
@@ -260,15 +263,16 @@ class Comparison:
 
     def _clean_up(self) -> None:
         self._use({})
-        for policy in {variant.policy for variant in self._variants}:
-            self._engine.forget(_SESSION, namespace=_namespace(policy))
+        for namespace in {_namespace(variant.policy) for variant in self._variants}:
+            self._engine.forget(_SESSION, namespace=namespace)
 
 
 _SESSION = "bench"
 
 
 def _namespace(policy: str) -> str:
-    return f"bench {policy}"
+    """Where a policy's first turn is cached: one place for all that keep KV in context, which is then the same."""
+    return "bench in context" if policy_named(policy).isolation is None else f"bench {policy}"
 
 
 def _continuing(turns: Turns, value: str) -> str:

@@ -24,6 +24,8 @@ class Summary:
         of_prefix: That time over `prefix`'s on the same turns, median of the ratios.
         of_recompute: The same over `recompute`'s.
         computed: Mean share of the prompt's tokens that were computed.
+        computed_layers: Mean share of token-layers that were computed: some policies take slid tokens through a few
+            layers only.
         corrected: Mean share of the slid tokens that were corrected.
         mean_kl: Mean over the turns of KL(full ‖ variant) over the answer's tokens, nats.
         median_kl: Its median.
@@ -49,6 +51,7 @@ class Summary:
     of_prefix: float
     of_recompute: float
     computed: float
+    computed_layers: float
     corrected: float
     mean_kl: float
     median_kl: float
@@ -94,6 +97,7 @@ def _summary(turn_set: str, ones: list[Measurement], references: dict[str, list[
         of_prefix=_ratio(ones, references["prefix"]),
         of_recompute=_ratio(ones, references["recompute"]),
         computed=mean(one.computed_share for one in ones),
+        computed_layers=mean(one.receipt.computed_share for one in ones),
         corrected=mean(one.corrected_share for one in ones),
         mean_kl=mean(kls),
         median_kl=median(kls),

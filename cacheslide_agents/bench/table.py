@@ -22,6 +22,7 @@ _FIDELITY: tuple[Column, ...] = (
     ("of prefix", lambda s: f"{s.of_prefix:.2f}"),
     ("of recompute", lambda s: f"{s.of_recompute:.2f}"),
     ("computed", lambda s: f"{s.computed:.1%}"),
+    ("token-layers", lambda s: f"{s.computed_layers:.1%}"),
     ("mean KL", lambda s: s.mean_kl),
     ("median KL", lambda s: s.median_kl),
     ("max KL", lambda s: s.max_kl),
@@ -41,10 +42,11 @@ _ANSWERS: tuple[Column, ...] = (
 )
 
 LEGEND = (
-    "KL: nats between the next-token distributions of a full prefill and of the policy, over the answer's tokens. "
-    "Agreement: next tokens that are the full prefill's, where that one is sure. Leak: by how much more likely the old "
-    "value is, in nats. CKSim: cosine of reused and recomputed K and V. Answers: greedy ones, against the full "
-    "prefill's, then against the gold answer."
+    "Computed: share of the prompt's tokens; token-layers: of all layers of all its tokens. KL: nats between the "
+    "next-token distributions of a full prefill and of the policy, over the answer's tokens. Agreement: next tokens "
+    "that are the full prefill's, where that one is sure. Leak: by how much more likely the old value is, in nats. CKSim: "
+    "cosine of reused and recomputed K and V. Answers: greedy ones, against the full prefill's, then against the gold "
+    "answer."
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from cacheslide_agents.engine.config import PER_REQUEST, PolicyName
+from cacheslide_agents.engine.config import PER_REQUEST, PaperSettings, PolicyName
 from cacheslide_agents.engine.errors import ConfigError
 from cacheslide_agents.engine.reuse.policies import POLICIES, policy_named
 
@@ -72,5 +72,7 @@ def budget_settings(policy: PolicyName, share: float) -> dict[str, Any] | None:
     """
     if policy in ("head", "slide"):
         return {"correction_share": share, "staleness_bound": 0.0}
+    if policy == "paper":
+        return {"paper": PaperSettings(share=share)}
     own = f"{policy}_share"
     return {own: share} if own in PER_REQUEST else None

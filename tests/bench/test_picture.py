@@ -24,6 +24,7 @@ ONE = Summary(
     of_prefix=0.3,
     of_recompute=0.2,
     computed=0.2,
+    computed_layers=0.2,
     corrected=0.1,
     mean_kl=1e-3,
     median_kl=1e-3,

@@ -66,7 +66,7 @@ def test_files_agree_with_the_table_when_two_prompts_are_measured(engine, tmp_pa
         rows = [[cell.strip() for cell in text.split("│")[1:-1]] for text in table if text.startswith("│")]
         cells, answers = (row for row in rows if row[0] == line["variant"])
         assert cells[1] == f"{summary['ttft_seconds']:.3f}"
-        assert float(cells[5]) == pytest.approx(summary["mean_kl"], abs=5e-5)
+        assert float(cells[6]) == pytest.approx(summary["mean_kl"], abs=5e-5)
         assert float(answers[1]) == pytest.approx(summary["full_f1"], abs=5e-5)
     assert figures["left_out"] == []
     assert figures["environment"]["dtype"] == "float32"
