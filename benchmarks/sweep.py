@@ -103,7 +103,7 @@ def show(console: Console, figures: dict[str, Any]) -> None:
         for family, values in grid["families"].items():
             show_table(
                 console,
-                f"{policy} on {values['prompts']} prompts of {family}: mean KL in nats (share of token-layers computed)",
+                f"{policy}, {values['prompts']} prompts of {family}: mean KL in nats (share of token-layers computed)",
                 (f"{grid['rows']['what']} \\ {grid['columns']['what']}", *map(str, grid["columns"]["values"])),
                 [
                     (f"{budget:g}", *(f"{kl:.1e} ({share:.0%})" for kl, share in zip(kls, shares, strict=True)))

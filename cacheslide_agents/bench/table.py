@@ -43,10 +43,10 @@ _ANSWERS: tuple[Column, ...] = (
 
 LEGEND = (
     "Computed: share of the prompt's tokens; token-layers: of all layers of all its tokens. KL: nats between the "
-    "next-token distributions of a full prefill and of the policy, over the answer's tokens. Agreement: next tokens "
-    "that are the full prefill's, where that one is sure. Leak: by how much more likely the old value is, in nats. CKSim: "
-    "cosine of reused and recomputed K and V. Answers: greedy ones, against the full prefill's, then against the gold "
-    "answer."
+    "next-token distributions of a full prefill and of the policy, over the answer's tokens. Agreement: next "
+    "tokens that are the full prefill's, where that one is sure. Leak: by how much more likely the old value is, "
+    "in nats. CKSim: cosine of reused and recomputed K and V. Answers: greedy ones, against the full prefill's, "
+    "then against the gold answer."
 )
 
 
