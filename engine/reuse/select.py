@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 DEMAND_POWER = 0.75
@@ -26,7 +24,7 @@ def select_needed(staleness: np.ndarray, demand: np.ndarray, bound: float, cap_s
     Returns:
         (n,) int64, increasing: indices into `staleness`. Of equally needed tokens the earlier come first.
     """
-    cap = min(len(staleness), math.ceil(cap_share * len(staleness) - 1e-9))
+    cap = int(cap_share * len(staleness) + 1e-9)  # a rounding error never takes one away
     # In float64, or the sum over a long prompt would drown the last tokens' shares.
     need, stale_attention = staleness.astype(np.float64), staleness.astype(np.float64) * demand
     order = np.argsort(-need * demand**DEMAND_POWER, kind="stable")
