@@ -44,7 +44,7 @@ class Scheduler:
                 called again. An exception that leaves it is a bug, as with jobs, and ends it until the next job.
         """
         self._idle_step = idle_step
-        self._is_quiet = False
+        self._is_idle = False  # whether the thread has nothing to do and waits for a job
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -84,7 +84,6 @@ class Scheduler:
             if self._closed:
                 raise EngineClosedError("the engine is closed: load a new one")
             self._jobs.append(job)
-            self._is_quiet = False
             self._changed.notify_all()
 
     def withdraw(self, job: Job) -> bool:
@@ -94,6 +93,7 @@ class Scheduler:
                 self._jobs.remove(job)
             except ValueError:
                 return False
+            self._changed.notify_all()  # the thread may never have seen it: then all is as quiet as before
             return True
 
     def wait_until_quiet(self, timeout_seconds: float | None = None) -> bool:
@@ -104,7 +104,7 @@ class Scheduler:
         """
         self.check_process()
         with self._changed:
-            quiet = self._changed.wait_for(lambda: self._is_quiet or self._closed, timeout_seconds)
+            quiet = self._changed.wait_for(lambda: (self._is_idle and not self._jobs) or self._closed, timeout_seconds)
             if self._closed:
                 raise EngineClosedError("the engine is closed: load a new one")
             return quiet
@@ -125,10 +125,11 @@ class Scheduler:
         while True:
             with self._changed:
                 if self._idle_step is None or not is_idle_work_left:
-                    self._is_quiet = not self._jobs
+                    self._is_idle = True
                     self._changed.notify_all()
                     pause = None
                 self._changed.wait_for(lambda: self._jobs or self._closed, pause)
+                self._is_idle = False
                 if not self._jobs and self._closed:
                     return
                 job = self._jobs.popleft() if self._jobs else None
@@ -141,7 +142,10 @@ class Scheduler:
 
     def _step(self) -> bool:
         assert self._idle_step is not None
-        return self._idle_step(self._check_idle)
+        try:
+            return self._idle_step(self._check_idle)
+        except InterruptedStepError:
+            return True  # the job that stopped it may have been withdrawn meanwhile
 
     def _check_idle(self) -> None:
         if self._jobs or self._closed:
@@ -151,8 +155,6 @@ class Scheduler:
         """Runs something; its result, or None if it raised."""
         try:
             return work()
-        except InterruptedStepError:
-            return None
         except Exception as error:
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
             return None

@@ -136,3 +136,35 @@ def test_it_is_quiet_when_there_is_no_idle_work() -> None:
     hold.set()
     assert scheduler.wait_until_quiet(LONG_SECONDS)
     scheduler.close()
+
+
+def test_it_is_quiet_again_when_a_job_is_withdrawn_that_the_thread_never_saw() -> None:
+    scheduler = Scheduler("test")
+    for _ in range(50):
+        assert scheduler.wait_until_quiet(LONG_SECONDS)
+        with scheduler._changed:  # so that the thread cannot wake up in between
+            scheduler.submit(list)
+            assert scheduler.withdraw(list)
+        assert scheduler.wait_until_quiet(LONG_SECONDS)
+    scheduler.close()
+
+
+def test_idle_work_goes_on_when_the_job_that_stopped_it_was_withdrawn(work: Work) -> None:
+    withdrawn = threading.Event()
+
+    def step(check: Callable[[], None]) -> bool:
+        try:
+            return work(check)
+        finally:
+            if work.stopped and not withdrawn.is_set():
+                withdrawn.set()
+                assert scheduler.withdraw(list)
+
+    scheduler = Scheduler("test", idle_step=step)
+    assert work.began.wait(LONG_SECONDS)
+    scheduler.submit(list)
+    assert withdrawn.wait(LONG_SECONDS)
+    work.finish.set()
+    assert scheduler.wait_until_quiet(LONG_SECONDS)
+    assert (work.stopped, work.left) == (1, 0)
+    scheduler.close()
