@@ -341,9 +341,7 @@ class Engine:
                 raise ConfigError(
                     f"{name} cannot change while an engine lives: load another, or change {', '.join(PER_REQUEST)}"
                 )
-        config = self.config.with_changes(**changes)
-        self._run(partial(self._runner.preparation.adjust, config))
-        self.config = config
+        self._run(partial(self._adjust, changes))
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, without special ones."""
@@ -407,6 +405,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _adjust(self, changes: dict[str, Any]) -> None:
+        """`adjust` on the engine's thread: of two callers at once neither undoes what the other changed."""
+        config = self.config.with_changes(**changes)
+        self._runner.preparation.adjust(config)
+        self.config = config
 
     def _request(
         self,

@@ -60,12 +60,14 @@ def read_profiles(path: Path, identity: ModelIdentity) -> Profiles:
     """
     remedy = "move it away or name another file"
     try:
+        if path.exists() and not path.is_file():  # reading a device or a pipe might never end
+            raise ProfileFileError(f"{path} is a folder or a device, no position profile: {remedy}")
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise ProfileFileError(f"{path} cannot be read ({error.strerror}): make it readable, or {remedy}") from error
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested without end
         raise ProfileFileError(f"{path} is no position profile ({error}): {remedy}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ProfileFileError(f"{path} is no position profile (its format is not {FORMAT!r}): {remedy}")
@@ -127,7 +129,9 @@ def as_json(profiles: Profiles, identity: ModelIdentity) -> str:
         for key, profile in sorted(profiles.items(), key=lambda item: (item[0].namespace, item[0].template or ""))
     ]
     content = {"format": FORMAT, "version": VERSION, **identity._asdict(), "profiles": entries}
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    # Half a character in a namespace has no UTF-8; JSON can escape it, and no other tenant's lengths are lost for it.
+    return text if _is_encodable(text) else json.dumps(content, indent=1) + "\n"
 
 
 class ProfileBook:
@@ -188,6 +192,14 @@ class ProfileBook:
                     RuntimeWarning,
                     stacklevel=2,
                 )
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _key(entry: dict[str, Any]) -> ProfileKey:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from cacheslide_agents.engine.errors import ConfigError
@@ -50,3 +52,20 @@ def test_the_setting_is_refused_when_it_cannot_change_or_does_not_fit(engine):
     with pytest.raises(ConfigError, match=r"correction_share = 2.*from 0"):
         engine.adjust(correction_share=2)
     assert engine.config.correction_share == 0.15
+
+
+def test_both_settings_change_when_two_threads_adjust_at_once(engine):
+    hold = threading.Event()
+    engine._scheduler.submit(hold.wait)
+    changes = ({"correction_share": 0.5}, {"max_hops": 3}, {"min_slide_tokens": 5})
+    threads = [threading.Thread(target=engine.adjust, kwargs=change) for change in changes]
+    for count, thread in enumerate(threads):
+        thread.start()
+        while engine._scheduler.waiting <= count:
+            pass
+    hold.set()
+    for thread in threads:
+        thread.join()
+    config = engine.config
+    assert config is engine._runner.preparation.config
+    assert (config.correction_share, config.max_hops, config.min_slide_tokens) == (0.5, 3, 5)

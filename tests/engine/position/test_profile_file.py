@@ -187,3 +187,28 @@ def test_namespaces_stay_apart_when_both_are_observed(tmp_path: Path) -> None:
     book.observe(ProfileKey("a", None), (100,))
     assert book.get(ProfileKey("b", None)).range_tokens(0, 1.0) is None
     assert book.get(ProfileKey("a", "chat")).range_tokens(0, 1.0) is None
+
+
+def test_a_namespace_comes_back_when_it_holds_half_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "positions.json"
+    half = ProfileKey("tenant \ud83d", None)
+    book = ProfileBook(MODEL, path)
+    book.observe(half, (8,))
+    book.observe(PLAIN, (9,))
+    book.save()
+    assert lengths_in(path, half) == {8: 1} and lengths_in(path) == {9: 1}
+
+
+def test_path_is_refused_when_it_is_no_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(ProfileFileError, match="move it away or name another"):
+            ProfileBook(MODEL, path)
+
+
+def test_file_is_refused_when_it_is_nested_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "positions.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(ProfileFileError, match="move it away or name another"):
+        read_profiles(path, MODEL)
