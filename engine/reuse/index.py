@@ -119,9 +119,9 @@ class CacheIndex:
     ) -> CachedSequence:
         """Caches a sequence and takes over its page references; surplus pages of the table are released.
 
-        Idle older sequences of the session that the new one continues (same tokens first, and exact no further) are
-        forgotten, so an append-only conversation is one sequence; branches stay. In turn a sequence that adds nothing
-        to one already cached is not kept. A sequence without tokens is an error of the caller.
+        Idle older sequences of the session that the new one continues (same tokens first, exact no further and no less
+        stale) are forgotten, so an append-only conversation is one sequence; branches stay. In turn a sequence that
+        adds nothing to one already cached is not kept. A sequence without tokens is an error of the caller.
 
         Returns:
             The sequence that now holds these tokens: the new one or the one that made it superfluous. It is the most
@@ -285,7 +285,7 @@ class CacheIndex:
 
 
 def _continues(longer: CachedSequence, shorter: CachedSequence) -> bool:
-    """Whether `longer` holds all that `shorter` does: its tokens at its positions, exact at least as far."""
+    """Whether `longer` holds all that `shorter` does: its tokens at its positions, as exact and no staler."""
     num_tokens = len(shorter)
     return (
         num_tokens <= len(longer)
@@ -293,4 +293,5 @@ def _continues(longer: CachedSequence, shorter: CachedSequence) -> bool:
         and shorter.token_ids[-1] == longer.token_ids[num_tokens - 1]
         and np.array_equal(shorter.token_ids, longer.token_ids[:num_tokens])
         and np.array_equal(shorter.positions, longer.positions[:num_tokens])
+        and longer.staleness[:num_tokens].sum() <= shorter.staleness.sum()
     )

@@ -185,6 +185,7 @@ class WatchedEngine:
             and np.array_equal(each.token_ids[: len(gone)], gone.token_ids)
             and np.array_equal(each.positions[: len(gone)], gone.positions)
             and each.exact_tokens >= gone.exact_tokens
+            and each.staleness[: len(gone)].sum() <= gone.staleness.sum()
             for each in self._sequences()
         )
 

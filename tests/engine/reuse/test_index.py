@@ -38,6 +38,7 @@ class Shelf:
         exact: int | None = None,
         space: SpaceKey = SPACE,
         pages: list[int] | None = None,
+        staleness: float = 0.0,
     ) -> CachedSequence:
         count = len(tokens)
         return self.index.add(
@@ -48,7 +49,7 @@ class Shelf:
             exact_tokens=count if exact is None else exact,
             hops=np.zeros(count, dtype=np.uint8),
             query_positions=np.arange(count),
-            staleness=np.zeros(count, dtype=np.float32),
+            staleness=np.where(np.arange(count) < (count if exact is None else exact), 0.0, staleness),
             table=BlockTable(self.pool.allocate(-(-count // PAGE_TOKENS)) if pages is None else pages),
         )
 
@@ -89,6 +90,25 @@ def test_nothing_new_is_kept_when_a_cached_sequence_holds_it_all() -> None:
     assert shelf.add(range(30)) is long
     assert shelf.ids() == [long.id, other.id]
     assert shelf.pool.num_free == 64 - 5
+
+
+def test_the_less_stale_sequence_stays_when_the_same_prompt_is_asked_again() -> None:
+    shelf = Shelf()
+    shelf.add(range(50), exact=10, staleness=0.2)
+    fresher = shelf.add(range(50), exact=10, staleness=0.1)
+    assert shelf.ids() == [fresher.id]
+    assert fresher.staleness.max() == np.float32(0.1)
+    assert shelf.add(range(50), exact=10, staleness=0.3) is fresher
+    assert shelf.add(range(50), exact=10, staleness=0.1) is fresher
+    assert shelf.ids() == [fresher.id]
+    assert shelf.pool.num_free == 64 - 4
+
+
+def test_both_stay_when_the_longer_sequence_is_staler() -> None:
+    shelf = Shelf()
+    longer = shelf.add(range(90), exact=10, staleness=0.2)
+    fresher = shelf.add(range(50), exact=10, staleness=0.1)
+    assert shelf.ids() == [fresher.id, longer.id]
 
 
 def test_sessions_and_spaces_are_apart_when_tokens_are_the_same() -> None:
