@@ -138,15 +138,19 @@ def test_it_is_quiet_when_there_is_no_idle_work() -> None:
     scheduler.close()
 
 
+def nothing() -> None:
+    pass
+
+
 def test_it_is_quiet_again_when_a_job_is_withdrawn_that_the_thread_never_saw() -> None:
-    scheduler = Scheduler("test")
+    own = Scheduler("test")
     for _ in range(50):
-        assert scheduler.wait_until_quiet(LONG_SECONDS)
-        with scheduler._changed:  # so that the thread cannot wake up in between
-            scheduler.submit(list)
-            assert scheduler.withdraw(list)
-        assert scheduler.wait_until_quiet(LONG_SECONDS)
-    scheduler.close()
+        assert own.wait_until_quiet(LONG_SECONDS)
+        with own._changed:  # so that the thread cannot wake up in between
+            own.submit(nothing)
+            assert own.withdraw(nothing)
+        assert own.wait_until_quiet(LONG_SECONDS)
+    own.close()
 
 
 def test_idle_work_goes_on_when_the_job_that_stopped_it_was_withdrawn(work: Work) -> None:
@@ -158,13 +162,13 @@ def test_idle_work_goes_on_when_the_job_that_stopped_it_was_withdrawn(work: Work
         finally:
             if work.stopped and not withdrawn.is_set():
                 withdrawn.set()
-                assert scheduler.withdraw(list)
+                assert own.withdraw(nothing)
 
-    scheduler = Scheduler("test", idle_step=step)
+    own = Scheduler("test", idle_step=step)
     assert work.began.wait(LONG_SECONDS)
-    scheduler.submit(list)
+    own.submit(nothing)
     assert withdrawn.wait(LONG_SECONDS)
     work.finish.set()
-    assert scheduler.wait_until_quiet(LONG_SECONDS)
+    assert own.wait_until_quiet(LONG_SECONDS)
     assert (work.stopped, work.left) == (1, 0)
-    scheduler.close()
+    own.close()
