@@ -10,10 +10,28 @@ import numpy as np
 from .config import EngineConfig, PolicyName, SamplingParams
 from .errors import ConfigError, PromptError
 from .reuse.policies import policy_named
+from .run.request import Call
 from .segments import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def checked_call(
+    prompt: Prompt, session: str | None, namespace: str | None, policy: PolicyName | None, config: EngineConfig
+) -> Call:
+    """The call; what is None is the configuration's, but for the session.
+
+    Raises:
+        PromptError: The prompt is no prompt.
+        ConfigError: The policy does not exist, or something has a wrong type.
+    """
+    return Call(
+        checked_prompt(prompt),
+        checked_session(session),
+        checked_namespace(namespace, config),
+        checked_policy(policy, config),
+    )
 
 
 def checked_prompt(prompt: Prompt) -> Prompt:

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
-import queue
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .arguments import (
+    checked_call,
     checked_namespace,
     checked_params,
-    checked_policy,
-    checked_prompt,
     checked_session,
     continuation_ids,
     text_ids,
 )
 from .attention import select_attention
 from .config import PAGE_TOKENS, PER_REQUEST, EngineConfig, PolicyName, SamplingParams
-from .errors import ConfigError, RequestCancelledError
+from .errors import ConfigError
 from .model.decoder import Decoder
 from .model.identity import ModelIdentity
 from .model.loading import load_model
 from .position.profile_file import ProfileBook
+from .run import answering
+from .run.comparison import Comparison
 from .run.drift import Drift
-from .run.request import Output, Piece, Request
+from .run.request import Emit, Output, Piece, Request
 from .run.runner import Runner
-from .run.scheduler import Job, Scheduler
+from .run.scheduler import Scheduler
 from .segments import Prompt
 from .slide.pages import PagePool, pool_pages
 from .slide.queries import StoredQueries
@@ -43,8 +41,6 @@ from .stats import EngineStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -93,6 +89,7 @@ class Engine:
             identity = ModelIdentity.of(model_name, model.config, tokenizer)
             profiles = ProfileBook(identity, config.positions_file)
         self._runner = Runner(config, decoder, tokenizer, pool, queries, attention, context_tokens, profiles)
+        self._comparison = Comparison(self._runner.preparation)
         idle_work = self._runner.idle_work
         self._scheduler = Scheduler(f"cacheslide {model_name}", idle_work.step if idle_work.is_on else None)
         self._closing = threading.Event()
@@ -161,7 +158,7 @@ class Engine:
         """
         pieces = self.stream(prompt, params, session=session, namespace=namespace, policy=policy, store=store)
         with closing(pieces):
-            return _collect(list(pieces))
+            return answering.collect(list(pieces))
 
     def stream(
         self,
@@ -178,24 +175,8 @@ class Engine:
         Closing the iterator cancels the request and returns when its pages are free. Arguments and errors are those
         of `generate`; errors are raised by the first `next`.
         """
-        events: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
-        request = self._request(prompt, params, session, namespace, policy, store, events.put)
-        job = partial(self._runner.serve, request)
-        self._scheduler.submit(job)
-        ended = False
-        try:
-            while not ended:
-                self._scheduler.check_process()
-                event = events.get()
-                ended = isinstance(event, BaseException) or event.finish_reason is not None
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-        finally:
-            if not ended and not self._scheduler.is_forked:
-                self._cancel(request, job)
-                while not (isinstance(event := events.get(), BaseException) or event.finish_reason):
-                    pass
+        ask = partial(self._request, prompt, params, session, namespace, policy, store)
+        return answering.pieces(self._scheduler, self._runner.serve, ask)
 
     async def agenerate(
         self,
@@ -209,9 +190,9 @@ class Engine:
     ) -> Output:
         """`generate` for asyncio; cancelling the task cancels the request."""
         pieces = self.astream(prompt, params, session=session, namespace=namespace, policy=policy, store=store)
-        return _collect([piece async for piece in pieces])
+        return answering.collect([piece async for piece in pieces])
 
-    async def astream(
+    def astream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -222,29 +203,8 @@ class Engine:
         store: bool = True,
     ) -> AsyncIterator[Piece]:
         """`stream` for asyncio; closing the iterator or cancelling the task cancels the request."""
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
-
-        def emit(event: Piece | BaseException) -> None:
-            try:
-                loop.call_soon_threadsafe(events.put_nowait, event)
-            except RuntimeError:  # the loop was closed: nobody is listening any more
-                request.cancel()
-
-        request = self._request(prompt, params, session, namespace, policy, store, emit)
-        job = partial(self._runner.serve, request)
-        self._scheduler.submit(job)
-        ended = False
-        try:
-            while not ended:
-                event = await events.get()
-                ended = isinstance(event, BaseException) or event.finish_reason is not None
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-        finally:
-            if not ended:
-                self._cancel(request, job)
+        ask = partial(self._request, prompt, params, session, namespace, policy, store)
+        return answering.pieces_async(self._scheduler, self._runner.serve, ask)
 
     def logits(
         self,
@@ -270,15 +230,9 @@ class Engine:
         Raises:
             PromptError: The continuation is empty or has an id that is not the model's; else as in `generate`.
         """
-        job = partial(
-            self._runner.logits,
-            checked_prompt(prompt),
-            continuation_ids(continuation, self.tokenizer),
-            checked_session(session),
-            checked_namespace(namespace, self.config),
-            checked_policy(policy, self.config),
-        )
-        return self._run(job)
+        call = checked_call(prompt, session, namespace, policy, self.config)
+        token_ids = continuation_ids(continuation, self.tokenizer)
+        return self._scheduler.call(partial(self._comparison.logits, call, token_ids))
 
     def keys_values(
         self,
@@ -296,14 +250,8 @@ class Engine:
             (layers, tokens, 2 * kv_heads, head_dim), the cache's dtype, on the model's device: keys, rotated at the
             prompt's positions, before values.
         """
-        job = partial(
-            self._runner.keys_values,
-            checked_prompt(prompt),
-            checked_session(session),
-            checked_namespace(namespace, self.config),
-            checked_policy(policy, self.config),
-        )
-        return self._run(job)
+        call = checked_call(prompt, session, namespace, policy, self.config)
+        return self._scheduler.call(partial(self._comparison.keys_values, call))
 
     def drift(
         self,
@@ -317,14 +265,8 @@ class Engine:
 
         Arguments and errors are those of `generate`.
         """
-        job = partial(
-            self._runner.drift,
-            checked_prompt(prompt),
-            checked_session(session),
-            checked_namespace(namespace, self.config),
-            checked_policy(policy, self.config),
-        )
-        return self._run(job)
+        call = checked_call(prompt, session, namespace, policy, self.config)
+        return self._scheduler.call(partial(self._comparison.drift, call))
 
     def adjust(self, **changes: Any) -> None:
         """Changes settings for the requests to come; what is cached stays.
@@ -341,7 +283,7 @@ class Engine:
                 raise ConfigError(
                     f"{name} cannot change while an engine lives: load another, or change {', '.join(PER_REQUEST)}"
                 )
-        self._run(partial(self._adjust, changes))
+        self._scheduler.call(partial(self._adjust, changes))
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, without special ones."""
@@ -349,7 +291,8 @@ class Engine:
 
     def forget(self, session: str | None, *, namespace: str | None = None) -> None:
         """Drops everything cached for a session; None for what was asked without one."""
-        self._run(partial(self._runner.forget, checked_namespace(namespace, self.config), checked_session(session)))
+        namespace, session = checked_namespace(namespace, self.config), checked_session(session)
+        self._scheduler.call(partial(self._runner.forget, namespace, session))
 
     def wait_until_repaired(self, timeout_seconds: float | None = None) -> bool:
         """Waits while repair goes on; a request of another thread delays it.
@@ -373,28 +316,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done, between two requests or in the middle of one."""
-        pool, index, idle_work = self._runner.preparation.pool, self._runner.preparation.index, self._runner.idle_work
-        cached = index.stats()
-        return EngineStats(
-            model=self.model_name,
-            device=str(self._decoder.device),
-            dtype=str(self._decoder.dtype).removeprefix("torch."),
-            context_tokens=self.context_tokens,
-            pool_pages=pool.num_pages,
-            free_pages=pool.num_free,
-            cached_sequences=cached.sequences,
-            cached_tokens=cached.tokens,
-            exact_cached_tokens=cached.tokens - cached.tainted_tokens,
-            evicted_sequences=cached.evicted_sequences,
-            waiting_requests=self._scheduler.waiting,
-            repaired_tokens=idle_work.repair.tokens,
-            repair_seconds=idle_work.repair.seconds,
-            interrupted_repairs=idle_work.repair.interrupted_steps,
-            shadow_runs=idle_work.shadow.measured,
-            dropped_shadow_runs=idle_work.shadow.dropped,
-            gates=idle_work.gate.states(),
-            **self._runner.totals,
-        )
+        return self._runner.stats(self.model_name, self._scheduler.waiting)
 
     def close(self) -> None:
         """Cancels what runs or waits and ends the engine's thread. Closing twice is harmless."""
@@ -420,37 +342,16 @@ class Engine:
         namespace: str | None,
         policy: PolicyName | None,
         store: bool,
-        emit: Callable[[Piece | BaseException], None],
+        emit: Emit,
     ) -> Request:
         return Request(
-            prompt=checked_prompt(prompt),
+            call=checked_call(prompt, session, namespace, policy, self.config),
             params=checked_params(params),
-            session=checked_session(session),
-            namespace=checked_namespace(namespace, self.config),
-            policy=checked_policy(policy, self.config),
             emit=emit,
             submitted_at=time.perf_counter(),
             closing=self._closing,
             store=store,
         )
-
-    def _cancel(self, request: Request, job: Job) -> None:
-        request.cancel()
-        if self._scheduler.withdraw(job):
-            request.emit(RequestCancelledError("the request was cancelled while it waited"))
-
-    def _run(self, job: Callable[[], T]) -> T:
-        """Runs a job on the engine's thread and returns its result or raises its error."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._scheduler.submit(run)
-        return future.result()
 
 
 def _shut_down(scheduler: Scheduler, is_closing: threading.Event, profiles: ProfileBook | None) -> None:
@@ -460,14 +361,3 @@ def _shut_down(scheduler: Scheduler, is_closing: threading.Event, profiles: Prof
     scheduler.close()
     if profiles is not None:
         profiles.save()
-
-
-def _collect(pieces: list[Piece]) -> Output:
-    last = pieces[-1]
-    assert last.receipt is not None and last.finish_reason is not None
-    return Output(
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        finish_reason=last.finish_reason,
-        receipt=last.receipt,
-    )

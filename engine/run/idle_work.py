@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..config import EngineConfig, PolicyName
-from ..reuse.index import CachedSequence, SpaceKey
+from ..config import EngineConfig
+from ..reuse.index import CachedSequence
 from .gate import Gate, GateKey
-from .preparation import Preparation, Prepared
+from .preparation import Preparation
+from .prepared import Prepared
 from .repair import Repair
+from .request import Call
 from .shadow import Answered, Shadow
 
 GPU_GATE_SHARE = 0.02
@@ -70,13 +72,13 @@ class IdleWork:
         """
         asked, plan = prepared.asked, prepared.plan
         refused = asked.refused is not None and plan.fallback == asked.refused
-        key = GateKey(asked.space, asked.policy)
+        key = GateKey(asked.call.space, asked.call.policy)
         if (refused or len(plan.slid_tokens())) and self.gate.is_due(key):
             self._answered = Answered(key, prepared, logits[-1], sequence)
 
-    def refusal(self, space: SpaceKey, policy: PolicyName) -> str | None:
-        """Why a prompt may not slide now, or None if it may."""
-        return self.gate.refusal(GateKey(space, policy))
+    def refusal(self, call: Call) -> str | None:
+        """Why a call's prompt may not slide now, or None if it may."""
+        return self.gate.refusal(GateKey(call.space, call.policy))
 
     def step(self, check: Callable[[], None]) -> bool:
         """Does one thing; returns whether there may be more to do.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,11 +20,11 @@ from ..position.profile_file import ProfileBook
 from ..reuse.index import CachedSequence, CacheIndex, SpaceKey
 from ..reuse.plan import PlanRequest
 from ..reuse.plan import plan as make_plan
-from ..reuse.policies import policy_named
+from ..reuse.policies import lesser, policy_named
 from ..reuse.replies import ReplyBooks
 from ..reuse.rules import ByDeviation, ByStaleness
 from ..reuse.spans import Plan, Span
-from ..segments import EncodedPrompt, Prompt
+from ..segments import EncodedPrompt
 from ..slide.assembly import Assembly
 from ..slide.pages import PagePool, PoolFullError
 from ..slide.queries import StoredQueries
@@ -32,69 +32,15 @@ from ..tokenization import TextPiece, encode_with_last_piece
 from .correction import Correction
 from .forward import Forward
 from .layerwise import Layerwise
-from .positions import ANSWER_TOKENS, Placement, SessionPositions
+from .positions import ANSWER_TOKENS, SessionPositions
 from .prefill import prefill
+from .prepared import Asked, Prepared
+from .request import Call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NO_TOKENS = np.empty(0, dtype=np.int64)
-
-LESSER: dict[PolicyName, PolicyName] = {
-    "slide": "prefix",
-    "head": "prefix",
-    "deviation": "prefix",
-    "paper": "prefix",
-    "promptcache": "recompute",
-    "cacheblend": "recompute",
-    "epic": "recompute",
-    "prefix": "recompute",
-}
-"""What is tried instead where the pool does not hold a policy's donors beside the prompt."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A prompt in token ids, and all that planning it hangs on besides what is cached.
-
-    Attributes:
-        encoded: The prompt.
-        placement: Its tokens' positions, to be settled once it is answered.
-        space: Where it may reuse.
-        session: Whose earlier turns may be slid.
-        policy: How reuse is decided.
-        refused: Why nothing may be slid, or None if it may.
-    """
-
-    encoded: EncodedPrompt
-    placement: Placement
-    space: SpaceKey
-    session: str | None
-    policy: PolicyName
-    refused: str | None = None
-
-
-@dataclass
-class Prepared:
-    """A prompt that is planned and has its pages; whoever prepared it releases them, or has them indexed.
-
-    Attributes:
-        token_ids: (tokens,) int64: the prompt and the continuation behind it.
-        header: The prompt's text after its last control token, which the answer continues.
-        plan: How its tokens are treated; after the prefill with what was corrected.
-        assembly: Its pages.
-        plan_seconds: What planning and taking pages took.
-        asked: The prompt as it was planned.
-        computed_share: Token-layers computed by the prefill, as a share of those of the prompt.
-    """
-
-    token_ids: np.ndarray
-    header: TextPiece
-    plan: Plan
-    assembly: Assembly
-    plan_seconds: float
-    asked: Asked
-    computed_share: float = 0.0
 
 
 class Preparation:
@@ -139,10 +85,7 @@ class Preparation:
 
     def prepare(
         self,
-        prompt: Prompt,
-        session: str | None,
-        namespace: str,
-        policy: PolicyName,
+        call: Call,
         continuation: np.ndarray = _NO_TOKENS,
         refused: str | None = None,
         answer_tokens: int | None = 1,
@@ -150,10 +93,7 @@ class Preparation:
         """Encodes a prompt, plans it and takes its pages; `prefill` is to follow at once.
 
         Args:
-            prompt: What is asked.
-            session: Whose earlier turns may be slid.
-            namespace: The tenant.
-            policy: How reuse is decided.
+            call: What is asked.
             continuation: (n,) int64: more tokens to compute behind the prompt.
             refused: Why nothing may be slid, or None if it may; becomes the plan's fallback if something would be.
             answer_tokens: Tokens that may be generated behind all; reserved ranges leave room for them. None for
@@ -164,16 +104,15 @@ class Preparation:
             ContextLengthError: Prompt and continuation do not fit.
             PoolFullError: The pool does not hold them.
         """
-        space = SpaceKey(namespace, prompt.template)
-        encoded, header = self._encode(prompt, space, session)
+        encoded, header = self._encode(call)
         token_ids = np.concatenate([encoded.token_ids, continuation])
         if len(token_ids) >= self.context_tokens:
             raise ContextLengthError(len(token_ids), self.context_tokens, "shorten the prompt or the continuation")
         started = time.perf_counter()
         answer_tokens = min(answer_tokens or ANSWER_TOKENS, self.context_tokens - len(token_ids))
-        placement = self.positions.place(encoded, space, session, len(continuation) + answer_tokens)
-        asked = Asked(encoded, placement, space, session, policy, refused)
-        plan, assembly = self._assemble(asked, len(continuation), self._candidates(asked), self.allocate)
+        placement = self.positions.place(encoded, call.space, call.session, len(continuation) + answer_tokens)
+        asked = Asked(call, encoded, placement, refused)
+        plan, assembly = self._assemble(asked, len(continuation), self._candidates(call), self.allocate)
         return Prepared(token_ids, header, plan, assembly, time.perf_counter() - started, asked)
 
     def rehearse(self, prepared: Prepared, without: int) -> Prepared:
@@ -187,7 +126,7 @@ class Preparation:
             PoolFullError: Too few pages are free; nothing cached is forgotten for it.
         """
         asked = replace(prepared.asked, refused=None)
-        sequences = [sequence for sequence in self._candidates(asked) if sequence.id != without]
+        sequences = [sequence for sequence in self._candidates(asked.call) if sequence.id != without]
         plan, assembly = self._assemble(asked, 0, sequences, self.pool.allocate)
         return replace(prepared, plan=plan, assembly=assembly, asked=asked)
 
@@ -267,10 +206,10 @@ class Preparation:
             self.index.evict(num_pages)
         return self.pool.allocate(num_pages, after)
 
-    def _encode(self, prompt: Prompt, space: SpaceKey, session: str | None) -> tuple[EncodedPrompt, TextPiece]:
+    def _encode(self, call: Call) -> tuple[EncodedPrompt, TextPiece]:
         """The prompt's ids, and its text after the last control token."""
-        replies = self.replies.book(space, session)
-        encoded, header = encode_with_last_piece(prompt, self._tokenizer, replies.lookup)
+        replies = self.replies.book(call.space, call.session)
+        encoded, header = encode_with_last_piece(call.prompt, self._tokenizer, replies.lookup)
         if len(encoded) >= self.context_tokens:
             remedy = "shorten the prompt"
             if self.context_tokens < self._spec.context_tokens:
@@ -293,8 +232,8 @@ class Preparation:
                 "model, or resize the model's embeddings to the tokenizer"
             )
 
-    def _candidates(self, asked: Asked) -> list[CachedSequence]:
-        return self.index.candidates(space_of(asked.policy, asked.space))
+    def _candidates(self, call: Call) -> list[CachedSequence]:
+        return self.index.candidates(space_of(call))
 
     def _assemble(
         self,
@@ -304,10 +243,10 @@ class Preparation:
         allocate: Callable[[int, int | None], list[int]],
     ) -> tuple[Plan, Assembly]:
         """Plans and takes pages; reuses less, with the reason, if it must or donor and prompt do not fit together."""
-        policy = asked.policy
+        policy = asked.call.policy
         request = PlanRequest(
             prompt=asked.encoded,
-            session=asked.session,
+            session=asked.call.session,
             sequences=sequences,
             correction_share=self.config.correction_share,
             staleness_bound=self.config.staleness_bound,
@@ -333,9 +272,10 @@ class Preparation:
             try:
                 return plan, self._take_pages(plan, allocate)
             except PoolFullError:
-                if attempt not in LESSER:
+                less = lesser(attempt)
+                if less is None:
                     raise
-                attempt = LESSER[attempt]
+                attempt = less
                 fallback = fallback or (
                     f"the pool of {self.pool.num_pages} pages does not hold the earlier turn beside this prompt of "
                     f"{plan.num_tokens} tokens: raise pool_tokens to reuse it"
@@ -372,6 +312,6 @@ class Preparation:
             self.index.unpin(source)
 
 
-def space_of(policy: PolicyName, space: SpaceKey) -> SpaceKey:
-    """Where a policy finds what it reuses: `space` itself, or that of its isolated segments."""
-    return space if policy_named(policy).isolation is None else space._replace(context="isolated")
+def space_of(call: Call) -> SpaceKey:
+    """Where a call's policy finds what it reuses: the call's own space, or that of isolated segments."""
+    return call.space if policy_named(call.policy).isolation is None else call.space._replace(context="isolated")

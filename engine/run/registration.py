@@ -11,18 +11,17 @@ from collections.abc import Callable
 import numpy as np
 
 from ..errors import RequestCancelledError
-from ..reuse.index import SpaceKey
 from ..reuse.policies.interface import Isolation
 from ..reuse.policies.isolation import missing_segments
 from ..slide.pages import PoolFullError
-from .preparation import Preparation, Prepared
+from .preparation import Preparation, space_of
+from .prepared import Prepared
+from .request import Call
 
 
 def register(
     preparation: Preparation,
     prepared: Prepared,
-    space: SpaceKey,
-    session: str | None,
     isolation: Isolation,
     check: Callable[[], None],
 ) -> None:
@@ -31,17 +30,15 @@ def register(
     Args:
         preparation: The pool, the index and the model's loop.
         prepared: The prompt that was answered; its pages are not looked at.
-        space: Where isolated copies of its kind lie.
-        session: Whose they are: what the session's `forget` drops.
         isolation: The policy's way.
         check: Called between layers; raises `RequestCancelledError` to stop.
     """
-    prompt, positions = prepared.asked.encoded, prepared.plan.positions
-    cached = preparation.index.candidates(space)
+    call, prompt, positions = prepared.asked.call, prepared.asked.encoded, prepared.plan.positions
+    cached = preparation.index.candidates(space_of(call))
     for start, stop in missing_segments(prompt, positions, cached, isolation, preparation.config.min_slide_tokens):
         own = isolation.positions(positions[start:stop])
         try:
-            _compute(preparation, prompt.token_ids[start:stop], own, space, session, check)
+            _compute(preparation, prompt.token_ids[start:stop], own, call, check)
         except (PoolFullError, RequestCancelledError):
             return
 
@@ -50,15 +47,17 @@ def _compute(
     preparation: Preparation,
     token_ids: np.ndarray,
     positions: np.ndarray,
-    space: SpaceKey,
-    session: str | None,
+    call: Call,
     check: Callable[[], None],
 ) -> None:
-    """Computes one segment's tokens (n,) int64 at their positions, with nothing before them, and caches them."""
+    """Computes one segment's tokens (n,) int64 at their positions, with nothing before them, and caches them.
+
+    They are the calling session's: its `forget` drops them.
+    """
     assembly = preparation.compute_alone(token_ids, positions, check)
     preparation.index.add(
-        space,
-        session,
+        space_of(call),
+        call.session,
         token_ids=token_ids,
         positions=positions,
         exact_tokens=len(token_ids),

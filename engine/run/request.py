@@ -10,6 +10,7 @@ from typing import Literal
 from ..config import PolicyName, SamplingParams
 from ..errors import RequestCancelledError
 from ..receipt import Receipt
+from ..reuse.index import SpaceKey
 from ..segments import Prompt
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -49,28 +50,48 @@ class Output:
     receipt: Receipt
 
 
-@dataclass(eq=False)
-class Request:
-    """One call: its input, where its pieces go, and whether it was cancelled.
+@dataclass(frozen=True)
+class Call:
+    """A prompt, who asks, and how its reuse is decided; checked by `arguments.checked_call`.
 
     Attributes:
-        prompt: What to answer.
-        params: How to sample.
+        prompt: What is asked.
         session: Whose earlier turns may be slid; None for nobody's.
         namespace: The tenant.
         policy: How reuse is decided.
-        emit: Takes the pieces in order, or the error that ended the request. Called on the engine's thread.
+    """
+
+    prompt: Prompt
+    session: str | None
+    namespace: str
+    policy: PolicyName
+
+    @property
+    def space(self) -> SpaceKey:
+        """Where it may find what it reuses."""
+        return SpaceKey(self.namespace, self.prompt.template)
+
+
+Emit = Callable[[Piece | BaseException], None]
+"""Takes an answer's pieces in order, or the error that ended it. Called on the engine's thread."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A call that is to be answered: how, where its pieces go, and whether it was cancelled.
+
+    Attributes:
+        call: What is asked.
+        params: How to sample.
+        emit: Takes the pieces.
         submitted_at: `time.perf_counter()` at submission, in seconds.
         closing: Set when the engine closes, which cancels every request.
         store: Whether later requests may reuse what is computed for this one.
     """
 
-    prompt: Prompt
+    call: Call
     params: SamplingParams
-    session: str | None
-    namespace: str
-    policy: PolicyName
-    emit: Callable[[Piece | BaseException], None]
+    emit: Emit
     submitted_at: float
     closing: threading.Event = field(default_factory=threading.Event)
     store: bool = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,24 +12,23 @@ import torch
 from torch import Tensor
 
 from ..attention.interface import Attention
-from ..config import EngineConfig, PolicyName, SamplingParams
+from ..config import EngineConfig, SamplingParams
 from ..model.decoder import Decoder
 from ..position.profile_file import ProfileBook
 from ..receipt import Receipt
-from ..reuse.index import CachedSequence, SpaceKey
+from ..reuse.index import CachedSequence
 from ..reuse.plan import treatments
 from ..reuse.policies import policy_named
-from ..reuse.spans import Plan
-from ..segments import Prompt
 from ..slide.pages import PagePool
 from ..slide.queries import StoredQueries
+from ..stats import EngineStats
 from ..tokenization import TextPiece
 from .decode import Answer, decode
 from .detokenize import Detokenizer
-from .drift import Drift, measure
 from .forward import Forward
 from .idle_work import IdleWork
-from .preparation import Preparation, Prepared, space_of
+from .preparation import Preparation
+from .prepared import Prepared
 from .registration import register
 from .request import Request
 from .sampling import Sampler
@@ -47,7 +45,6 @@ class Runner:
     Attributes:
         preparation: What is cached, and the way from a prompt to its logits.
         idle_work: What is done while nobody asks.
-        totals: Tokens by treatment, requests and fallbacks since the start.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Runner:
             config, decoder, tokenizer, pool, queries, self._forward, context_tokens, profiles
         )
         self.idle_work = IdleWork(config, self.preparation, decoder.device.type)
-        self.totals: dict[str, int] = defaultdict(int)
+        self._totals: dict[str, int] = defaultdict(int)
 
     @torch.inference_mode()
     def serve(self, request: Request) -> None:
@@ -84,23 +81,17 @@ class Runner:
 
     def _register(self, request: Request, prepared: Prepared) -> None:
         """Caches an answered prompt's segments alone, if its policy reuses such."""
-        isolation = policy_named(request.policy).isolation
+        isolation = policy_named(request.call.policy).isolation
         if isolation is not None and request.store:
-            space = space_of(request.policy, prepared.asked.space)
-            register(self.preparation, prepared, space, request.session, isolation, request.check)
+            register(self.preparation, prepared, isolation, request.check)
 
     def _serve(self, request: Request) -> Prepared:
         request.check()
         self.idle_work.begin_request()
         started = time.perf_counter()
-        refused = self.idle_work.refusal(SpaceKey(request.namespace, request.prompt.template), request.policy)
+        call = request.call
         prepared = self.preparation.prepare(
-            request.prompt,
-            request.session,
-            request.namespace,
-            request.policy,
-            refused=refused,
-            answer_tokens=request.params.max_tokens,
+            call, refused=self.idle_work.refusal(call), answer_tokens=request.params.max_tokens
         )
         room = self.preparation.context_tokens - int(prepared.plan.positions[-1]) - 1
         sequence = RunningSequence(prepared.token_ids, prepared.plan, prepared.assembly)
@@ -108,7 +99,7 @@ class Runner:
             logits = self.preparation.prefill(prepared, wanted=1, check=request.check)
             receipt = replace(
                 _receipt(prepared),
-                session=request.session,
+                session=call.session,
                 queue_seconds=started - request.submitted_at,
                 plan_seconds=prepared.plan_seconds,
                 computed_share=prepared.computed_share,
@@ -140,8 +131,7 @@ class Runner:
             self._pool.release(prepared.assembly.table.pages)
             raise
         if request.store:
-            asked = prepared.asked
-            self.preparation.positions.settle(asked.placement, asked.space, asked.session)
+            self.preparation.positions.settle(prepared.asked.placement, call.space, call.session)
             kept = self._remember(request, prepared.header, sequence, answer)
             if kept is not None and kept.table.pages == sequence.table.pages[: len(kept.table.pages)]:
                 self.idle_work.end_request(prepared, logits, kept)
@@ -151,84 +141,6 @@ class Runner:
         request.emit(replace(piece, receipt=receipt))
         return prepared
 
-    @torch.inference_mode()
-    def logits(
-        self, prompt: Prompt, continuation: np.ndarray, session: str | None, namespace: str, policy: PolicyName
-    ) -> Tensor:
-        """The logits before each token of a continuation; nothing is stored.
-
-        Args:
-            prompt: What stands before the continuation.
-            continuation: (tokens,) int64, at least one.
-            session: Whose earlier turns may be slid.
-            namespace: The tenant.
-            policy: How reuse is decided.
-
-        Returns:
-            (tokens of the continuation, vocab) float32, on the model's device.
-
-        Raises:
-            PromptError: A token id is not the model's.
-            ContextLengthError: Prompt and continuation do not fit.
-        """
-        self.preparation.check_ids(continuation)
-        prepared = self.preparation.prepare(prompt, session, namespace, policy, continuation[:-1])
-        try:
-            return self.preparation.prefill(prepared, wanted=len(continuation))
-        finally:
-            self._pool.release(prepared.assembly.table.pages)
-
-    @torch.inference_mode()
-    def keys_values(self, prompt: Prompt, session: str | None, namespace: str, policy: PolicyName) -> Tensor:
-        """K and V of a prompt's tokens as a policy would leave them; nothing is stored.
-
-        Returns:
-            (layers, tokens, 2 * kv_heads, head_dim), the pool's dtype: keys, rotated at the prompt's positions, before
-            values. A copy, on the model's device.
-
-        Raises:
-            PromptError: A token id is not the model's.
-            ContextLengthError: The prompt does not fit.
-        """
-        _, _, kv = self._copied(prompt, session, namespace, policy, lambda plan: np.arange(plan.num_tokens))
-        return kv
-
-    @torch.inference_mode()
-    def drift(self, prompt: Prompt, session: str | None, namespace: str, policy: PolicyName) -> Drift:
-        """How far a prompt under a policy is from its full prefill; nothing is stored.
-
-        Raises:
-            PromptError: A token id is not the model's.
-            ContextLengthError: The prompt does not fit.
-        """
-        slid, reused_logits, reused_kv = self._copied(prompt, session, namespace, policy, Plan.slid_tokens)
-        _, full_logits, full_kv = self._copied(prompt, session, namespace, "recompute", lambda _: slid)
-        return measure(reused_kv, full_kv, reused_logits, full_logits)
-
-    def _copied(
-        self,
-        prompt: Prompt,
-        session: str | None,
-        namespace: str,
-        policy: PolicyName,
-        wanted: Callable[[Plan], np.ndarray],
-    ) -> tuple[np.ndarray, Tensor, Tensor]:
-        """Computes a prompt and copies K and V of the wanted tokens out of its pages, which are given back.
-
-        Returns:
-            The tokens (n,) int64, the logits (vocab,) behind the prompt, and K and V
-            (layers, n, 2 * kv_heads, head_dim).
-        """
-        prepared = self.preparation.prepare(prompt, session, namespace, policy)
-        table = prepared.assembly.table
-        try:
-            logits = self.preparation.prefill(prepared, wanted=1)[-1]
-            tokens = wanted(prepared.plan)
-            slots = torch.from_numpy(table.slots(tokens)).to(self._pool.kv.device)
-            return tokens, logits, self._pool.kv.index_select(1, slots)
-        finally:
-            self._pool.release(table.pages)
-
     def forget(self, namespace: str, session: str | None) -> None:
         """Drops everything cached for a session, or for calls without one, whatever the template."""
         index = self.preparation.index
@@ -237,6 +149,35 @@ class Runner:
         if session is not None:
             self.preparation.replies.forget(namespace, session)
             self.preparation.positions.forget(namespace, session)
+
+    def stats(self, model_name: str, waiting_requests: int) -> EngineStats:
+        """What is held and has been done, between two requests or in the middle of one; safe from any thread.
+
+        Args:
+            model_name: The model's, for people.
+            waiting_requests: Calls in the queue.
+        """
+        cached, idle_work = self.preparation.index.stats(), self.idle_work
+        return EngineStats(
+            model=model_name,
+            device=str(self._decoder.device),
+            dtype=str(self._decoder.dtype).removeprefix("torch."),
+            context_tokens=self.preparation.context_tokens,
+            pool_pages=self._pool.num_pages,
+            free_pages=self._pool.num_free,
+            cached_sequences=cached.sequences,
+            cached_tokens=cached.tokens,
+            exact_cached_tokens=cached.tokens - cached.tainted_tokens,
+            evicted_sequences=cached.evicted_sequences,
+            waiting_requests=waiting_requests,
+            repaired_tokens=idle_work.repair.tokens,
+            repair_seconds=idle_work.repair.seconds,
+            interrupted_repairs=idle_work.repair.interrupted_steps,
+            shadow_runs=idle_work.shadow.measured,
+            dropped_shadow_runs=idle_work.shadow.dropped,
+            gates=idle_work.gate.states(),
+            **self._totals,
+        )
 
     def _step(self, sequence: RunningSequence, token_id: int) -> Tensor:
         """Computes one generated token; the logits after it are (1, vocab) float32."""
@@ -256,12 +197,11 @@ class Runner:
         self, request: Request, header: TextPiece, sequence: RunningSequence, answer: Answer
     ) -> CachedSequence | None:
         """Indexes the answered sequence and the reply's sampled ids; returns what holds the sequence now, if any."""
-        space = SpaceKey(request.namespace, request.prompt.template)
-        kept = None
-        if policy_named(request.policy).isolation is None:
+        call, kept = request.call, None
+        if policy_named(call.policy).isolation is None:
             kept = self.preparation.index.add(
-                space=space,
-                session=request.session,
+                space=call.space,
+                session=call.session,
                 token_ids=sequence.token_ids,
                 positions=sequence.positions,
                 exact_tokens=sequence.exact_tokens,
@@ -272,15 +212,15 @@ class Runner:
             )
         else:  # its K and V were not computed in context: no donor for anybody
             self._pool.release(sequence.table.pages)
-        self._remember_reply(request, space, header, answer)
+        self._remember_reply(request, header, answer)
         return kept
 
-    def _remember_reply(self, request: Request, space: SpaceKey, header: TextPiece, answer: Answer) -> None:
+    def _remember_reply(self, request: Request, header: TextPiece, answer: Answer) -> None:
         """Notes the sampled ids of the reply, if they spell exactly its text."""
         reply_ids = answer.token_ids
         if reply_ids[-1] in self._stop_token_ids(request.params):
             reply_ids = reply_ids[:-1]
-        if request.session is None or not answer.text:
+        if request.call.session is None or not answer.text:
             return
         text = self._tokenizer.decode(reply_ids, skip_special_tokens=True)
         while len(text) > len(answer.text):  # a stop string cut the answer short
@@ -288,15 +228,15 @@ class Runner:
             text = self._tokenizer.decode(reply_ids, skip_special_tokens=True)
         if text != answer.text:
             return  # cut inside a token
-        book = self.preparation.replies.book(space, request.session)
+        book = self.preparation.replies.book(request.call.space, request.call.session)
         canonical = self._tokenizer.encode(header.text + answer.text, add_special_tokens=False)
         book.remember(header.text, header.ids, answer.text, np.asarray(reply_ids), np.asarray(canonical))
 
     def _count(self, receipt: Receipt) -> None:
-        self.totals["requests"] += 1
-        self.totals["fallbacks"] += receipt.fallback is not None
+        self._totals["requests"] += 1
+        self._totals["fallbacks"] += receipt.fallback is not None
         for name in ("prompt", "exact", "slid", "corrected", "fresh", "generated"):
-            self.totals[f"{name}_tokens"] += getattr(receipt, f"{name}_tokens")
+            self._totals[f"{name}_tokens"] += getattr(receipt, f"{name}_tokens")
 
 
 def _receipt(prepared: Prepared) -> Receipt:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from ..errors import EngineClosedError
@@ -85,6 +86,23 @@ class Scheduler:
                 raise EngineClosedError("the engine is closed: load a new one")
             self._jobs.append(job)
             self._changed.notify_all()
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Runs something as a job, waits for it, and returns its result or raises its error.
+
+        Raises:
+            EngineClosedError: As in `submit`.
+        """
+        future: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.submit(job)
+        return future.result()
 
     def withdraw(self, job: Job) -> bool:
         """Takes a job out of the queue; False if it has started or was never there."""

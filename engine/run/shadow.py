@@ -19,7 +19,8 @@ from ..slide.draft import Draft
 from ..slide.pages import PoolFullError
 from .drift import Drift, measure
 from .gate import GateKey
-from .preparation import Preparation, Prepared
+from .preparation import Preparation
+from .prepared import Prepared
 
 CHUNK_TOKENS = 256
 """Tokens that go through the layers at once: a request waits for one layer of them."""

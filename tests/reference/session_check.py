@@ -23,7 +23,7 @@ from cacheslide_agents.engine.config import PAGE_TOKENS
 from cacheslide_agents.engine.reuse.index import CachedSequence
 from cacheslide_agents.engine.reuse.plan import assert_valid
 from cacheslide_agents.engine.reuse.spans import Plan
-from cacheslide_agents.engine.run.preparation import Prepared
+from cacheslide_agents.engine.run.prepared import Prepared
 from cacheslide_agents.engine.run.request import Output
 from cacheslide_agents.engine.run.scheduler import InterruptedStepError
 from cacheslide_agents.engine.run.sequence import RunningSequence
@@ -132,7 +132,7 @@ class WatchedEngine:
             if next(layers, None) is None:
                 raise InterruptedStepError
 
-        goes_on: bool = self.engine._run(lambda: self._runner.idle_work.repair.step(check))
+        goes_on: bool = self.engine._scheduler.call(lambda: self._runner.idle_work.repair.step(check))
         changed = {
             each
             for each, sequence in sequences.items()

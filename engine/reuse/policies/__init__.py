@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...config import PolicyName
 from ...errors import ConfigError
 from .cacheblend import CacheBlend
 from .deviation import Deviation
@@ -27,7 +28,7 @@ _ALL: tuple[Policy, ...] = (
 )
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in _ALL}
 
-__all__ = ["POLICIES", "PlanRequest", "Policy", "policy_named"]
+__all__ = ["POLICIES", "PlanRequest", "Policy", "lesser", "policy_named"]
 
 
 def policy_named(name: str) -> Policy:
@@ -39,3 +40,10 @@ def policy_named(name: str) -> Policy:
     if not isinstance(name, str) or name not in POLICIES:
         raise ConfigError(f"policy {name!r} does not exist: use one of {', '.join(POLICIES)}")
     return POLICIES[name]
+
+
+def lesser(policy: PolicyName) -> PolicyName | None:
+    """What is tried where the pool does not hold a policy's donors beside the prompt; None if nothing is less."""
+    if policy == "recompute":
+        return None
+    return "recompute" if policy == "prefix" or POLICIES[policy].isolation is not None else "prefix"

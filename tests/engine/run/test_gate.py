@@ -41,7 +41,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def work(engine: Engine) -> None:
     """All the idle work that there is."""
-    while engine._run(lambda: engine._runner.idle_work.step(lambda: None)):
+    while engine._scheduler.call(lambda: engine._runner.idle_work.step(lambda: None)):
         pass
 
 

@@ -51,7 +51,7 @@ def step(engine: Engine, layers: int | None = None) -> bool:
         if next(left, None) is None:
             raise InterruptedStepError
 
-    return engine._run(lambda: engine._runner.idle_work.repair.step(check))
+    return engine._scheduler.call(lambda: engine._runner.idle_work.repair.step(check))
 
 
 def two_turns(engine: Engine, session: str = "s") -> CachedSequence:
