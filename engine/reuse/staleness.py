@@ -108,14 +108,13 @@ def _scores(
         The rows, and (rows, kv_heads, group, keys) float32, −inf where a query does not see a key; may be changed.
     """
     rows, heads, device = len(asking.tokens), spec.num_heads, pool.kv.device
-    hidden = _hidden(asking.tokens, keys.tokens, None, device)
+    askers, asked = (torch.from_numpy(tokens).to(device) for tokens in (asking.tokens, keys.tokens))
     turn: Rotary | None = None
     if np.any(asking.turns):
         turn = turn_by(torch.from_numpy(asking.turns), spec.rope, device)
     chunk = max(1, CHUNK_SCORES // (heads * len(keys.tokens)))
     for layer_idx in queries.layers:
         window = spec.windows[layer_idx]
-        mask = hidden if window is None else _hidden(asking.tokens, keys.tokens, window, device)
         key = pool.layer(layer_idx)[:, : spec.num_kv_heads].index_select(0, keys.slots).float()
         key = key.permute(1, 2, 0)  # (kv_heads, head_dim, keys)
         query, lse = queries.read(layer_idx, asking.slots)
@@ -128,14 +127,15 @@ def _scores(
             folded = grouped.transpose(0, 1).reshape(spec.num_kv_heads, -1, spec.head_dim)
             scores = (folded @ key).view(spec.num_kv_heads, count, -1, len(keys.tokens)).transpose(0, 1)
             scores = scores.mul_(spec.attention_scale) - lse[part].view(count, spec.num_kv_heads, -1, 1)
-            if mask is not None:
-                scores.masked_fill_(mask[part].view(count, 1, 1, -1), -torch.inf)
+            # Some rows at a time too: a mask of all would take gigabytes for a long prompt.
+            if window is not None or asking.tokens[part].min() <= keys.tokens[-1]:
+                scores.masked_fill_(_hidden(askers[part], asked, window).view(count, 1, 1, -1), -torch.inf)
             yield part, scores
 
 
-def _hidden(queries: np.ndarray, keys: np.ndarray, window: int | None, device: torch.device) -> Tensor | None:
-    """(rows, keys) True where a query does not see a key, or None if every query sees every key."""
-    hidden = keys[None, :] >= queries[:, None]
+def _hidden(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """(rows, keys) True where a query does not see a key; both are token indices (n,) int64."""
+    hidden = keys >= queries.unsqueeze(1)
     if window is not None:
-        hidden |= keys[None, :] <= queries[:, None] - window
-    return torch.from_numpy(hidden).to(device) if hidden.any() else None
+        hidden |= keys <= queries.unsqueeze(1) - window
+    return hidden

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -119,6 +121,18 @@ def test_mass_is_the_same_when_rows_come_in_chunks(monkeypatch: pytest.MonkeyPat
     whole = texts.mass(table, every, 5, every, keys, bounded=True)
     monkeypatch.setattr(staleness, "CHUNK_SCORES", 7 * 4 * len(keys.tokens))
     torch.testing.assert_close(texts.mass(table, every, 5, every, keys, bounded=True), whole)
+
+
+def test_no_mask_of_all_rows_and_keys_is_made_when_both_are_many() -> None:
+    texts = Texts()
+    page = texts.computed(texts.ids(16)).pages
+    table, tokens = BlockTable(page * 125), np.arange(2000)
+    keys = Keys(tokens, table, CPU)
+    tracemalloc.start()
+    texts.mass(table, tokens, 0, tokens, keys, bounded=True)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1_000_000 < len(tokens) ** 2
 
 
 @pytest.mark.parametrize("bounded", [False, True])
