@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +14,13 @@ import torch
 from rich.console import Console
 
 from cacheslide_agents.engine.config import DtypeName
+from cacheslide_agents.environment import machine
 from cacheslide_agents.files import replace_file
+from cacheslide_agents.tables import show_table, standard_console
 
 from . import paper_figures, positions, quality, session, speed, sweep
 from .exactness import exactness
 from .pictures import heat_maps, reuse_picture, similarity_picture
-from .tables import missed_targets, show_table, standard_console
 from .workload import FAMILIES, DataMissingError, data_folder
 
 PARTS = ("speed", "ttft", "gather", "exactness", "quality", "session", "sweep", "figures", "positions")
@@ -49,7 +48,7 @@ def main() -> int:
         return 2
     wanted = arguments.only or [part for part in PARTS if part not in LONG]
     families = arguments.family or FAMILIES
-    figures: dict[str, Any] = {"machine": _machine()}
+    figures: dict[str, Any] = {"machine": {**machine(), "capability": torch.backends.cpu.get_cpu_capability()}}
     pictures: dict[str, Callable[[], bytes]] = {}
     missed: list[str] = []
     console.print(f"{figures['machine']}")
@@ -86,7 +85,7 @@ def main() -> int:
     if "positions" in wanted:
         figures["positions"] = positions.measure(arguments.limit or 8, arguments.repeats)
         positions.show(console, figures["positions"])
-    figures["machine"]["load_average_at_the_end"] = round(os.getloadavg()[0], 2)
+    figures["machine"]["load_average_at_the_end"] = machine()["load_average"]
     if arguments.json:
         replace_file(arguments.json, (json.dumps(figures, indent=2) + "\n").encode())
     for name, content in pictures.items() if arguments.pictures else ():
@@ -97,15 +96,9 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "processor": platform.processor() or platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "load_average": round(os.getloadavg()[0], 2),
-    }
+def _missed(*targets: tuple[str, bool]) -> list[str]:
+    """The names of those targets that were not reached."""
+    return [name for name, reached in targets if not reached]
 
 
 def _show_speed(console: Console, figures: dict[str, Any]) -> list[str]:
@@ -120,7 +113,7 @@ def _show_speed(console: Console, figures: dict[str, Any]) -> list[str]:
             ("decode step, s", decode["engine"], decode["transformers"], figures["decode_speedup"], ">= 1.5 x"),
         ],
     )
-    return missed_targets(
+    return _missed(
         ("cold prefill not slower than transformers", figures["prefill_ratio"] <= 1.0),
         ("decode at least 1.5 times the speed of generate", figures["decode_speedup"] >= 1.5),
     )
@@ -141,9 +134,7 @@ def _show_ttft(console: Console, figures: dict[str, Any]) -> list[str]:
     ]
     title = f"Time to the first token after an update: {figures['sizes']}"
     show_table(console, title, ("policy", "seconds", "computed", "tokens", "share of prefix", "target"), rows)
-    return missed_targets(
-        *((f"{name}: {limit} of prefix", shares[name] <= limit) for name, limit in TTFT_LIMITS.items())
-    )
+    return _missed(*((f"{name}: {limit} of prefix", shares[name] <= limit) for name, limit in TTFT_LIMITS.items()))
 
 
 def _show_gather(console: Console, figures: dict[str, Any]) -> list[str]:
@@ -154,12 +145,12 @@ def _show_gather(console: Console, figures: dict[str, Any]) -> list[str]:
         ("", "contiguous", "scattered", "share of the gather", "target"),
         [("seconds", steps["contiguous"], steps["scattered"], figures["gather_share"], "<= 0.15")],
     )
-    return missed_targets(("gather at most 15 % of a decode step", figures["gather_share"] <= 0.15))
+    return _missed(("gather at most 15 % of a decode step", figures["gather_share"] <= 0.15))
 
 
 def _show_exactness(console: Console, figures: dict[str, Any]) -> list[str]:
     show_table(console, "Exactness, float32", ("", "value"), list(figures.items()))
-    return missed_targets(
+    return _missed(
         ("prefix logits within 1e-3 of recompute", figures["prefix_largest_logit_difference"] <= 1e-3),
         ("prefix text identical", figures["prefix_same_text"] == figures["prompts"]),
         ("100 % budget within 1e-4 of recompute", figures["whole_budget_largest_logit_difference"] <= 1e-4),
@@ -199,7 +190,7 @@ def _show_session(console: Console, figures: dict[str, Any]) -> list[str]:
             ("longest, s", "", delay["max_seconds"], "<= 0.05"),
         ],
     )
-    return missed_targets(
+    return _missed(
         ("session with repair: mean KL 0.0005", repaired["mean_kl"] < 5e-4),
         ("session without repair: last five turns 1.5 times the first five", plain["growth"] <= 1.5),
         ("idle work delays a request by at most 50 ms", delay["max_seconds"] <= 0.05),

@@ -11,15 +11,14 @@ from statistics import mean, median, pvariance
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from cacheslide_agents.bench.comparison import measuring_config
 from cacheslide_agents.engine import Engine, Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.reuse.diff import common_prefix_tokens, matching_runs
-from cacheslide_agents.engine.run.drift import cksim
+from cacheslide_agents.engine.run.drift import cksim_by_layer
+from cacheslide_agents.tables import show_table
 
-from .tables import show_table
 from .traces import AGENTS
 from .workload import records
 
@@ -87,8 +86,8 @@ def key_similarity(engine: Engine) -> dict[str, Any]:
             full = engine.keys_values(second, policy="recompute")[:, -suffix_tokens:-1]
             aligned = engine.keys_values(second, session=session, policy="slide")[:, -suffix_tokens:-1]
             unaligned = engine.keys_values(first, policy="recompute")[:, -suffix_tokens:-1]
-            rows["aligned"].append(_mean_key_cksim(aligned, full))
-            rows["unaligned"].append(_mean_key_cksim(unaligned, full))
+            rows["aligned"].append(mean(cksim_by_layer(aligned, full)[0]))
+            rows["unaligned"].append(mean(cksim_by_layer(unaligned, full)[0]))
             engine.forget(session)
         for name, values in rows.items():
             similar[name].append(values)
@@ -142,8 +141,3 @@ def _shifted(engine: Engine, number: int, shift: int) -> tuple[Prompt, Prompt, i
     first = Prompt([start, Segment.update(update), Segment.suffix(suffix)])
     second = Prompt([start, Segment.update(grown), Segment.suffix(suffix)])
     return first, second, engine.count_tokens(suffix)
-
-
-def _mean_key_cksim(reused: torch.Tensor, full: torch.Tensor) -> float:
-    kv_heads = full.shape[2] // 2
-    return mean(cksim(ours[:, :kv_heads], theirs[:, :kv_heads]) for ours, theirs in zip(reused, full, strict=True))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from cacheslide_agents.files import image_bytes
 
 INK = "#222222"
 BLUE, ORANGE = "#0072B2", "#D55E00"
@@ -51,7 +52,7 @@ def heat_maps(policy: str, grid: Mapping[str, Any]) -> bytes:
         f"{policy}: mean KL, and share of token-layers computed",
         x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK,
     )  # fmt: skip
-    return _png(figure)
+    return image_bytes(figure, "png")
 
 
 def reuse_picture(figures: Mapping[str, Any]) -> bytes:
@@ -83,7 +84,7 @@ def reuse_picture(figures: Mapping[str, Any]) -> bytes:
     axes.set_title("How much of an agent's next prompt was there before", loc="left", fontweight="bold", color=INK)
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2)
     _plain(axes)
-    return _png(figure)
+    return image_bytes(figure, "png")
 
 
 def similarity_picture(figures: Mapping[str, Any]) -> bytes:
@@ -114,16 +115,10 @@ def similarity_picture(figures: Mapping[str, Any]) -> bytes:
     axes.set_title("Keys that moved are alike once they are rotated", loc="left", fontweight="bold", color=INK)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     _plain(axes)
-    return _png(figure)
+    return image_bytes(figure, "png")
 
 
 def _plain(axes: Any) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.tick_params(colors=INK, labelsize=8.5)
-
-
-def _png(figure: Any) -> bytes:
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=130)
-    return drawn.getvalue()

@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from cacheslide_agents.bench.comparison import measuring_config
 from cacheslide_agents.bench.turns import Turns
 from cacheslide_agents.engine import Engine, EngineConfig, SamplingParams
 from cacheslide_agents.engine.model.identity import ModelIdentity
 from cacheslide_agents.engine.position.ccpe import PositionProfile, updates_of
 from cacheslide_agents.engine.position.profile_file import ProfileKey, add_to_file
 from cacheslide_agents.engine.run.drift import kl_divergence
+from cacheslide_agents.tables import show_table
 
-from .tables import show_table
 from .workload import family_turns
 
 FAMILIES = ("fact_edit", "memory", "tools")
@@ -52,7 +53,7 @@ class _Figures:
 def measure(limit: int, repeats: int) -> dict[str, Any]:
     """Time, pages and divergence with and without reserved ranges, by family."""
     results: dict[str, Any] = {}
-    config = EngineConfig(dtype="float32", repair=False, gate_share=0.0)
+    config = measuring_config("float32")
     with Engine.load(config) as plain, TemporaryDirectory() as folder:
         for family in FAMILIES:
             path = Path(folder) / f"{family}.json"

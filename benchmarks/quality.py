@@ -24,8 +24,8 @@ from cacheslide_agents.bench.table import show_summaries
 from cacheslide_agents.bench.variants import Variant, all_policies, variants
 from cacheslide_agents.engine import Engine
 from cacheslide_agents.engine.config import DtypeName
+from cacheslide_agents.tables import show_table
 
-from .tables import show_table
 from .workload import FAMILIES, family_turns
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -170,7 +170,7 @@ def show(console: Console, measured: Measured) -> list[str]:
                 target.value,
                 f"{'>=' if target.at_least else '<='} {target.limit:.4g}",
                 "reached" if target.reached else "missed",
-                None if target.reached else target.quantiles,
+                "" if target.reached else target.quantiles,
             )
             for target in found
         ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from dataclasses import dataclass
@@ -10,10 +9,11 @@ from itertools import chain, count, islice
 from statistics import mean, median
 from typing import Any
 
+from cacheslide_agents.bench.comparison import measuring_config
 from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.run.drift import kl_divergence
 
-from .workload import data_folder
+from .workload import records
 
 NUM_TURNS = 20
 END_TURNS = 5
@@ -43,8 +43,8 @@ class SessionTurn:
 
 def session_turns(number: int) -> list[SessionTurn]:
     """The turns of one real conversation: each replaces two of eight memory lines and appends to the history."""
-    lines = (data_folder() / "locomo.jsonl").read_text(encoding="utf-8").splitlines()
-    record = json.loads(lines[number % len(lines)])
+    conversations = records("locomo")
+    record = conversations[number % len(conversations)]
     facts = chain.from_iterable(chain.from_iterable(told.values()) for told in record["memory_facts"])
     utterances = (f"{said['speaker']}: {said['text']}\n" for talk in record["sessions"] for said in talk)
     system = f"You are the companion of {' and '.join(record['speakers'])}. You keep a memory block.\n"
@@ -73,7 +73,7 @@ def divergence(conversations: int | None) -> dict[str, Any]:
     figures: dict[str, Any] = {"conversations": num_conversations, "prompt_tokens": [[] for _ in range(NUM_TURNS)]}
     kls: dict[str, list[list[float]]] = {name: [[] for _ in range(NUM_TURNS)] for name in ("unrepaired", "repaired")}
     corrected: dict[str, list[float]] = {name: [] for name in kls}
-    with Engine.load(EngineConfig(dtype="float32", repair=False, gate_share=0.0)) as plain:
+    with Engine.load(measuring_config("float32")) as plain:
         config = plain.config.with_changes(repair=True, repair_seconds=REPAIR_SECONDS)
         with Engine.from_model(plain.model, plain.tokenizer, config) as repairing:
             engines = {"unrepaired": plain, "repaired": repairing}

@@ -17,8 +17,8 @@ from cacheslide_agents.bench.quality import Measured, measure_sets
 from cacheslide_agents.bench.variants import Variant, variants
 from cacheslide_agents.engine import Engine
 from cacheslide_agents.engine.config import DtypeName, PaperSettings
+from cacheslide_agents.tables import show_table
 
-from .tables import show_table
 from .workload import family_turns
 
 BUDGETS = (0.05, 0.10, 0.15, 0.20, 0.26)

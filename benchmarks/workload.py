@@ -8,7 +8,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheslide_agents.bench.records import read_turns
+from cacheslide_agents.bench.records import numbered_lines, read_turns
 from cacheslide_agents.bench.turns import Turns, TurnSet
 from cacheslide_agents.engine import Prompt, Segment
 
@@ -43,8 +43,7 @@ def family_turns(family: str, limit: int | None = None) -> TurnSet:
 
 def records(name: str) -> list[dict[str, Any]]:
     """The records of one file of the agent data."""
-    lines = (data_folder() / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for _, line in numbered_lines(data_folder() / f"{name}.jsonl")]
 
 
 def sized_turns(

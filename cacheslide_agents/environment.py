@@ -23,6 +23,18 @@ def environment(stats: EngineStats) -> dict[str, Any]:
         stats: Of the engine that was measured.
     """
     return {
+        **machine(),
+        "device": stats.device,
+        "dtype": stats.dtype,
+        "model": stats.model,
+        "context_tokens": stats.context_tokens,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Packages, machine and load, whatever the model."""
+    return {
         "cacheslide_agents": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -32,11 +44,6 @@ def environment(stats: EngineStats) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "device": stats.device,
-        "dtype": stats.dtype,
-        "model": stats.model,
-        "context_tokens": stats.context_tokens,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 

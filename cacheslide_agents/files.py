@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DOTS_PER_INCH = 130
 
 
 class PictureError(Exception):
@@ -74,3 +80,21 @@ def replace_file(path: Path, content: bytes) -> None:
 def image_format(path: Path) -> str:
     """The image format that a file's name asks for; PNG without one."""
     return path.suffix[1:].lower() or "png"
+
+
+def image_bytes(figure: Figure, kind: str) -> bytes:
+    """A drawn figure as an image file's bytes.
+
+    Args:
+        figure: Of matplotlib.
+        kind: The image format, such as `png` or `svg`.
+
+    Raises:
+        PictureError: Matplotlib does not know the format.
+    """
+    drawn = io.BytesIO()
+    try:
+        figure.savefig(drawn, format=kind, dpi=_DOTS_PER_INCH)
+    except ValueError as error:
+        raise PictureError(f"the picture cannot be drawn as {kind}: {error}") from None
+    return drawn.getvalue()

@@ -16,19 +16,18 @@ from pathlib import Path
 
 from langchain_core.messages import convert_to_messages
 from rich.console import Console
-from rich.table import Table
 
 from cacheslide_agents.adapters.messages import from_langchain
 from cacheslide_agents.engine import EngineConfig, Prompt, Segment
-from cacheslide_agents.engine.errors import CacheFolderError, ConfigError, PromptError
+from cacheslide_agents.engine.errors import CacheFolderError, PromptError
 from cacheslide_agents.engine.model.loading import load_tokenizer
 from cacheslide_agents.engine.position.ccpe import PositionProfile, reserved_positions, updates_of
 from cacheslide_agents.engine.position.profile_file import ProfileKey, Profiles, add_to_file
 from cacheslide_agents.engine.segments import EncodedPrompt
 from cacheslide_agents.templates.render import ChatRenderer
 
-from .bench.records import RecordError, parse_turns
-from .bench.table import standard_console
+from .bench.records import RecordError, numbered_lines, parse_turns
+from .tables import show_table, standard_console
 
 
 def run(files: Sequence[Path], *, model: str | None, quantile: float, namespace: str, output: Path | None) -> None:
@@ -69,26 +68,23 @@ def _show(
     console: Console, key: ProfileKey, profile: PositionProfile, prompts: Sequence[EncodedPrompt], quantile: float
 ) -> None:
     template = "plain text" if key.template is None else f"chat template {key.template}"
-    table = Table(title=f"{template}: {len(prompts)} prompts, lengths in tokens", title_justify="left")
-    for number, column in enumerate(("update", "seen", "min", "median", "max", "reserved", "hold", "mean unused")):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    if not profile.slots:
+        console.print(f"{template}: none of {len(prompts)} prompts has an update that something follows")
+        return
+    rows = []
     for slot, histogram in enumerate(profile.slots):
         reserved = profile.range_tokens(slot, quantile) or 0
         lengths = list(histogram.counts.elements())
         held = [length for length in lengths if length <= reserved]
         unused = sum(reserved - length for length in held) / len(lengths)
-        table.add_row(
-            f"{slot + 1}",
-            f"{len(lengths)}",
-            *(f"{histogram.quantile(share)}" for share in (0.0, 0.5, 1.0)),
-            f"{reserved}",
-            f"{len(held) / len(lengths):.0%}",
-            f"{unused:.0f}",
-        )
-    if not profile.slots:
-        console.print(f"{template}: none of {len(prompts)} prompts has an update that something follows")
-        return
-    console.print(table)
+        shares = (histogram.quantile(share) for share in (0.0, 0.5, 1.0))
+        rows.append((slot + 1, len(lengths), *shares, reserved, f"{len(held) / len(lengths):.0%}", f"{unused:.0f}"))
+    show_table(
+        console,
+        f"{template}: {len(prompts)} prompts, lengths in tokens",
+        ("update", "seen", "min", "median", "max", "reserved", "hold", "mean unused"),
+        rows,
+    )
     tokens = sum(map(len, prompts))
     positions = sum(_num_positions(prompt, profile, quantile) for prompt in prompts)
     console.print(
@@ -105,21 +101,17 @@ def _num_positions(prompt: EncodedPrompt, profile: PositionProfile, quantile: fl
 
 def _prompts(files: Sequence[Path], renderer: ChatRenderer) -> Iterator[Prompt]:
     for file in files:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} cannot be read ({error}): name JSONL files with prompts") from error
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield from _read(line, renderer)
-                except (ValueError, TypeError, KeyError, PromptError, RecordError) as error:
-                    raise PromptError(
-                        f"{file}:{number} holds no prompt ({error}): give an object with segments, with messages, with "
-                        "first and second, or with system, old, new, suffix and query"
-                    ) from error
-        if not any(line.strip() for line in lines):
+        lines = numbered_lines(file)
+        if not lines:
             raise PromptError(f"{file} is empty: give one prompt a line, as JSON")
+        for number, line in lines:
+            try:
+                yield from _read(line.decode(), renderer)
+            except (ValueError, TypeError, KeyError, PromptError, RecordError) as error:
+                raise PromptError(
+                    f"{file}:{number} holds no prompt ({error}): give an object with segments, with messages, with "
+                    "first and second, or with system, old, new, suffix and query"
+                ) from error
 
 
 def _read(line: str, renderer: ChatRenderer) -> list[Prompt]:

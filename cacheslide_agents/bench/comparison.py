@@ -17,7 +17,7 @@ import torch
 from cacheslide_agents.engine import Engine, EngineConfig, Output, Receipt, SamplingParams
 from cacheslide_agents.engine.config import PER_REQUEST, DtypeName
 from cacheslide_agents.engine.reuse.policies import policy_named
-from cacheslide_agents.engine.run.drift import cksim, kl_divergence, top_margin
+from cacheslide_agents.engine.run.drift import cksim_by_layer, kl_divergence, top_margin
 
 from .answers import AnswerScores, compare_answers
 from .turns import Turns
@@ -298,9 +298,5 @@ def _cksim(
         if treatment in ("slid", "corrected")
         for token in range(start, stop)
     ]
-    kv_heads = full.shape[2] // 2
-    layers = [(ours[slid], theirs[slid]) for ours, theirs in zip(reused, full, strict=True)]
-    return (
-        mean(cksim(ours[:, :kv_heads], theirs[:, :kv_heads]) for ours, theirs in layers),
-        mean(cksim(ours[:, kv_heads:], theirs[:, kv_heads:]) for ours, theirs in layers),
-    )
+    keys, values = cksim_by_layer(reused[:, slid], full[:, slid])
+    return mean(keys), mean(values)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ..files import PictureError
+from ..files import image_bytes
 from .labels import Label, place_labels
 from .summary import Summary
 from .variants import Variant
@@ -67,12 +66,7 @@ def draw(summaries: Sequence[Summary], variants: Sequence[Variant], model: str, 
     figure.set_layout_engine("none")
     for panel, wanted in zip(panels, labels, strict=False):
         place_labels(panel, wanted)
-    drawn = io.BytesIO()
-    try:
-        figure.savefig(drawn, format=kind, dpi=130)
-    except ValueError as error:
-        raise PictureError(f"the picture cannot be drawn as {kind}: {error}") from None
-    return drawn.getvalue()
+    return image_bytes(figure, kind)
 
 
 def _draw_panel(axes: Axes, summaries: Sequence[Summary], variants: Mapping[str, Variant]) -> list[Label]:

@@ -18,6 +18,7 @@ from cacheslide_agents.engine.errors import ConfigError, PromptError
 
 from ..environment import environment
 from ..files import WantedFile, image_format, write_files
+from ..tables import standard_console
 from .answers import require_metrics
 from .comparison import Comparison, Measurement, measuring_config
 from .figures import as_csv, as_json
@@ -25,7 +26,7 @@ from .picture import draw
 from .records import read_inputs
 from .samples import samples
 from .summary import Summary, summarize
-from .table import LEGEND, show_summaries, standard_console
+from .table import LEGEND, show_summaries
 from .turns import TurnSet
 from .variants import Variant, all_policies, variants
 

@@ -110,6 +110,21 @@ def parse_turns(line: str, name: str) -> Turns:
     return Turns(number, first, second, answer=record.answer, old_value=record.old_value)
 
 
+def numbered_lines(path: Path) -> list[tuple[int, bytes]]:
+    """The lines of a JSONL file that are not blank, with their numbers from 1.
+
+    Bytes, because text knows more ends of lines than JSON does, which may stand in the middle of a record.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; name a JSONL file") from error
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
 def read_turns(path: Path, limit: int | None = None) -> tuple[TurnSet, list[str]]:
     """The turns of a file, and what is wrong with those of its records that are left out.
 
@@ -120,17 +135,11 @@ def read_turns(path: Path, limit: int | None = None) -> tuple[TurnSet, list[str]
     Raises:
         ConfigError: The file cannot be read, or no record of it can be used.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; name a JSONL file") from error
     turns: list[Turns] = []
     problems: list[str] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in numbered_lines(path):
         if limit is not None and len(turns) >= limit:
             break
-        if not line.strip():
-            continue
         try:
             turns.append(parse_turns(line.decode(), f"{path.stem}-{number}"))
         except (RecordError, UnicodeDecodeError) as error:

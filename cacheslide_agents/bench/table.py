@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from rich.console import Console
-from rich.table import Table
 
+from ..tables import show_table
 from .summary import Summary
-
-PIPE_WIDTH = 200
-"""Columns where standard output is no terminal: whole tables, whatever the width that rich would assume."""
 
 Column = tuple[str, Callable[[Summary], object]]
 
@@ -50,36 +46,14 @@ LEGEND = (
 )
 
 
-def standard_console() -> Console:
-    """The console of standard output; characters that its encoding lacks become question marks."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-
-
 def show_summaries(console: Console, summaries: Sequence[Summary]) -> None:
     """Two tables for each set of turns."""
     for name, of_set in groupby(summaries, lambda summary: summary.turn_set):
         rows = list(of_set)
-        _show(console, f"{name}: {rows[0].prompts} prompts, time and divergence", _FIDELITY, rows)
-        _show(console, f"{name}: answers", _ANSWERS, rows)
+        kinds = ((f"{rows[0].prompts} prompts, time and divergence", _FIDELITY), ("answers", _ANSWERS))
+        for title, columns in kinds:
+            values = [[value(row) for _, value in columns] for row in rows]
+            show_table(console, f"{name}: {title}", [column for column, _ in columns], values)
         for row in rows:
             if row.fallbacks:
                 console.print(f"{row.variant}: {row.fallbacks} of {row.prompts} fell back", style="yellow")
-
-
-def cell(value: object) -> str:
-    """A value as it stands in a table: small figures by their power of ten, nothing as a dash."""
-    if isinstance(value, float):
-        return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
-    return "–" if value is None else str(value)
-
-
-def _show(console: Console, title: str, columns: Sequence[Column], summaries: Sequence[Summary]) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for number, (name, _) in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
-    for summary in summaries:
-        table.add_row(*(cell(value(summary)) for _, value in columns))
-    console.print(table)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cacheslide_agents.engine.config import PolicyName
 
-from ..files import PictureError
+from ..files import image_bytes
 from .figures import summarize
 from .measure import POLICIES, TREATMENTS, Turn
 from .screen import COLOURS
@@ -54,12 +53,7 @@ def draw(turns: Sequence[Turn], model: str, kind: str) -> bytes:
     title = f"What {len(turns)} turns of an agent reused while its memory was edited ({model})"
     figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold", color=_INK)
     strips.set_title(_subtitle(turns), loc="left", x=-0.055, fontsize=10, color=_INK, linespacing=1.4, pad=10)
-    drawn = io.BytesIO()
-    try:
-        figure.savefig(drawn, format=kind, dpi=130)
-    except ValueError as error:
-        raise PictureError(f"the picture cannot be drawn as {kind}: {error}") from None
-    return drawn.getvalue()
+    return image_bytes(figure, kind)
 
 
 def _subtitle(turns: Sequence[Turn]) -> str:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from cacheslide_agents.engine.receipt import Treatment
 
+from ..tables import standard_console
 from .figures import meaning, summarize
 from .measure import TREATMENTS, Turn
 from .script import ScriptedTurn
@@ -52,7 +53,7 @@ class Screen:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or _standard_console()
+        self._console = console or standard_console(pipe_width=None)
         self.width = max(MIN_CELLS + INDENT, min(self._console.width, MAX_WIDTH))
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._colours = FEW_COLOURS if self._console.color_system == "standard" else COLOURS
@@ -222,11 +223,3 @@ class Screen:
 def _printable(text: str) -> str:
     """The text on one line, without control characters."""
     return "".join(character if character.isprintable() else " " for character in text)
-
-
-def _standard_console() -> Console:
-    """The console of standard output; characters that its encoding lacks become question marks."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
-    return Console()

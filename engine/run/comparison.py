@@ -73,7 +73,7 @@ class Comparison:
         """
         slid, reused_logits, reused_kv = self._copied(call, Plan.slid_tokens)
         _, full_logits, full_kv = self._copied(replace(call, policy="recompute"), lambda _: slid)
-        return measure(reused_kv, full_kv, reused_logits, full_logits)
+        return measure(len(slid), reused_kv, full_kv, reused_logits, full_logits)
 
     def _copied(self, call: Call, wanted: Callable[[Plan], np.ndarray]) -> tuple[np.ndarray, Tensor, Tensor]:
         """Computes a prompt and copies K and V of the wanted tokens out of its pages.

@@ -1,6 +1,6 @@
 """Drift: how far reused K and V, and the logits over them, are from those of a full prefill.
 
-Pure functions of tensors. Who computes both ways is `run.runner`, on demand, and `run.shadow`, by sampling.
+Pure functions of tensors. Who computes both ways is `run.comparison`, on demand, and `run.shadow`, by sampling.
 """
 
 from __future__ import annotations
@@ -36,24 +36,23 @@ class Drift:
 
 
 def measure(
-    reused_kv: Iterable[Tensor], full_kv: Iterable[Tensor], reused_logits: Tensor, full_logits: Tensor
+    slid_tokens: int,
+    reused_kv: Iterable[Tensor],
+    full_kv: Iterable[Tensor],
+    reused_logits: Tensor,
+    full_logits: Tensor,
 ) -> Drift:
     """Compares the two ways of computing a prompt.
 
     Args:
+        slid_tokens: How many tokens slid.
         reused_kv: By layer (slid tokens, 2 * kv_heads, head_dim): keys, rotated at the prompt's positions, before
             values.
         full_kv: The same tokens of the full prefill, at the same positions.
         reused_logits: (vocab,) of the prompt's last token over reused K and V.
         full_logits: (vocab,) of the full prefill.
     """
-    similarities, slid_tokens = [], 0
-    for reused, full in zip(reused_kv, full_kv, strict=True):
-        slid_tokens, kv_heads = len(full), full.shape[1] // 2
-        similarities.append(
-            [cksim(reused[:, part], full[:, part]) for part in (slice(kv_heads), slice(kv_heads, None))]
-        )
-    keys, values = zip(*similarities, strict=True)
+    keys, values = cksim_by_layer(reused_kv, full_kv)
     return Drift(
         slid_tokens=slid_tokens,
         key_cksim=keys,
@@ -62,6 +61,24 @@ def measure(
         agrees=bool(full_logits.argmax() == reused_logits.argmax()),
         margin=float(top_margin(full_logits)),
     )
+
+
+def cksim_by_layer(
+    reused_kv: Iterable[Tensor], full_kv: Iterable[Tensor]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """CKSim of each layer's keys, and of its values.
+
+    Args:
+        reused_kv: By layer (tokens, 2 * kv_heads, head_dim): keys, rotated, before values.
+        full_kv: The same, recomputed.
+    """
+    keys: list[float] = []
+    values: list[float] = []
+    for reused, full in zip(reused_kv, full_kv, strict=True):
+        kv_heads = full.shape[1] // 2
+        keys.append(cksim(reused[:, :kv_heads], full[:, :kv_heads]))
+        values.append(cksim(reused[:, kv_heads:], full[:, kv_heads:]))
+    return tuple(keys), tuple(values)
 
 
 def cksim(reused: Tensor, full: Tensor) -> float:

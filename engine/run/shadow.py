@@ -102,7 +102,7 @@ class Shadow:
             assert logits is not None
             slid = plan.slid_tokens()
             reused, full = self._layers(sequence.table, slid, check), self._layers(draft.table, slid, check)
-            return measure(reused, full, answered.logits, logits[-1])
+            return measure(len(slid), reused, full, answered.logits, logits[-1])
         finally:
             draft.discard()
 
@@ -115,7 +115,7 @@ class Shadow:
             if not len(slid):
                 return None
             reused, full = self._layers(table, slid, check), self._layers(answered.sequence.table, slid, check)
-            return measure(reused, full, logits[-1], answered.logits)
+            return measure(len(slid), reused, full, logits[-1], answered.logits)
         finally:
             self._pool.release(table.pages)
 

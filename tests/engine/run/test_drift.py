@@ -34,8 +34,8 @@ def test_figures_are_those_of_the_formulas_when_tensors_are_random() -> None:
     full = torch.randn((3, 7, 4, 16), generator=generator)
     reused = full + torch.tensor([0.0, 0.3, 2.0]).view(3, 1, 1, 1) * torch.randn(full.shape, generator=generator)
     logits = torch.randn((2, 50), generator=generator) * 3
-    drift = measure(reused, full, logits[0], logits[1])
-    assert drift.slid_tokens == 7
+    drift = measure(7, reused, full, logits[0], logits[1])
+    assert drift.slid_tokens == 7 and not drift.agrees
     for layer_idx in range(3):
         keys, values = (
             slow_cksim(reused[layer_idx, :, part], full[layer_idx, :, part]) for part in (slice(2), slice(2, 4))
@@ -46,12 +46,11 @@ def test_figures_are_those_of_the_formulas_when_tensors_are_random() -> None:
     assert drift.kl == pytest.approx(slow_kl(logits[1].numpy(), logits[0].numpy()), rel=1e-4)
     ordered = logits[1].sort(descending=True).values
     assert drift.margin == pytest.approx(float(ordered[0] - ordered[1]), rel=1e-5)
-    assert not drift.agrees
 
 
 def test_drift_is_nothing_when_both_ways_are_the_same() -> None:
     logits, kv = torch.linspace(-3, 3, 20), torch.ones((2, 5, 2, 8))
-    drift = measure(kv, kv, logits, logits)
+    drift = measure(5, kv, kv, logits, logits)
     assert (drift.kl, drift.agrees) == (0.0, True)
     assert drift.key_cksim == pytest.approx((1.0, 1.0)) and drift.value_cksim == pytest.approx((1.0, 1.0))
     assert cksim(torch.empty((0, 1, 8)), torch.empty((0, 1, 8))) == 1.0
