@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar, dataclass_transform, get_args
 from .errors import ConfigError
 
 PAGE_TOKENS = 16
-"""Tokens in one page (DESIGN: a page is K and V of 16 tokens of one layer)."""
+"""Tokens in one page: a page is K and V of so many tokens of one layer."""
 
 PolicyName = Literal["recompute", "prefix", "promptcache", "cacheblend", "epic", "head", "deviation", "slide", "paper"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]

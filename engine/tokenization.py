@@ -53,20 +53,14 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, replies: R
     return encoded
 
 
-def last_piece(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, replies: Replies | None = None) -> TextPiece:
-    """The text after a prompt's last special token, with its ids: what an answer to the prompt continues.
-
-    Together with the answer's text and ids it is what `replies` must give back when the answer returns as history.
-    Arguments and errors are those of `encode_prompt`.
-    """
-    _, piece = encode_with_last_piece(prompt, tokenizer, replies)
-    return piece
-
-
 def encode_with_last_piece(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, replies: Replies | None = None
 ) -> tuple[EncodedPrompt, TextPiece]:
-    """`encode_prompt` and `last_piece` in one go; the piece's ids are those in the prompt."""
+    """`encode_prompt`, and the text after the prompt's last special token, which an answer to it continues.
+
+    Together with the answer's text and ids, that piece is what `replies` must give back when the answer returns as
+    history. Its ids are those in the prompt. Arguments and errors are those of `encode_prompt`.
+    """
     text = prompt.text
     _check_text(text, prompt)
     vocabulary = Vocabulary.of(tokenizer)

@@ -152,7 +152,7 @@ def turn_by(deltas: int | Tensor, rope: RopeSpec, device: torch.device | str = "
 
 
 def rotate_keys(keys: Tensor, deltas: int | Tensor | Rotary, rope: RopeSpec, out: Tensor | None = None) -> Tensor:
-    """Moves cached keys from positions p to p + delta by one more rotation, in float32 (DESIGN §4, Positions).
+    """Moves cached keys from positions p to p + delta by one more rotation, in float32.
 
     Args:
         keys: (..., tokens, kv_heads, head_dim), model dtype, rotated at their old positions.

@@ -79,18 +79,14 @@ class IndexStats:
 
     Attributes:
         sequences: Cached sequences.
-        sessions: Different (space, session) pairs among them, without those of no session.
         tokens: Tokens over all sequences; shared ones count for each.
         tainted_tokens: Those of them that are not exact.
-        pinned: Sequences that a running request reads.
         evicted_sequences: Sequences forgotten for want of pages since the engine was loaded.
     """
 
     sequences: int
-    sessions: int
     tokens: int
     tainted_tokens: int
-    pinned: int
     evicted_sequences: int
 
 
@@ -246,21 +242,13 @@ class CacheIndex:
                 break
         return freed
 
-    def reclaimable_pages(self) -> int:
-        """Pages that would become free if every idle sequence were forgotten."""
-        return self._reclaimable_pages([sequence for sequence in self._sequences.values() if sequence.pins == 0])
-
     def stats(self) -> IndexStats:
         """What the index holds; safe from any thread."""
         sequences = list(self._sequences.values())
         return IndexStats(
             sequences=len(sequences),
-            sessions=len(
-                {(sequence.space, sequence.session) for sequence in sequences if sequence.session is not None}
-            ),
             tokens=sum(len(sequence) for sequence in sequences),
             tainted_tokens=sum(len(sequence) - sequence.exact_tokens for sequence in sequences),
-            pinned=sum(sequence.pins > 0 for sequence in sequences),
             evicted_sequences=self._evicted,
         )
 
@@ -277,6 +265,7 @@ class CacheIndex:
         return surplus[::-1] + kept[::-1]
 
     def _reclaimable_pages(self, idle: list[CachedSequence]) -> int:
+        """Pages that become free if these are forgotten."""
         if not idle:
             return 0
         pages = np.concatenate([np.asarray(sequence.table.pages, dtype=np.int64) for sequence in idle])

@@ -24,7 +24,7 @@ class ByStaleness:
 
 
 @dataclass(frozen=True)
-class Gate:
+class TokenGate:
     """When a token that is being corrected leaves, and another takes its place.
 
     Attributes:
@@ -56,7 +56,7 @@ class ByDeviation:
     share: float
     layer_idx: int = 1
     fusion: Literal["replace", "alpha", "clamped"] = "replace"
-    gate: Gate | None = None
+    gate: TokenGate | None = None
     sees: tuple[tuple[int, int], ...] | None = None
 
     @property

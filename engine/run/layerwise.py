@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..attention.interface import Layout
 from ..position.rope import Rotary
-from ..reuse.rules import ByDeviation, Gate
+from ..reuse.rules import ByDeviation, TokenGate
 from ..reuse.spans import Plan
 from ..slide.assembly import Assembly
 from ..slide.slots import Slots
@@ -286,7 +286,7 @@ def _deviation(computed: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
     return (computed[:, :kv_heads].float() - keys).square().sum((1, 2)), keys.square().sum((1, 2))
 
 
-def _passes(gate: Gate, computed: Tensor, cached: Tensor) -> Tensor:
+def _passes(gate: TokenGate, computed: Tensor, cached: Tensor) -> Tensor:
     """(n,) bool: whether the gate lets tokens go, by the CKSim of their keys."""
     kv_heads = cached.shape[1] // 2
     cosines = F.cosine_similarity(computed[:, :kv_heads].float(), cached[:, :kv_heads].float(), dim=-1)

@@ -248,16 +248,7 @@ class Preparation:
             prompt=asked.encoded,
             session=asked.call.session,
             sequences=sequences,
-            correction_share=self.config.correction_share,
-            staleness_bound=self.config.staleness_bound,
-            min_slide_tokens=self.config.min_slide_tokens,
-            max_hops=self.config.max_hops,
-            share_slid=self.config.share_slid,
-            epic_head_tokens=self.config.epic_head_tokens,
-            epic_tail_tokens=self.config.epic_tail_tokens,
-            cacheblend_share=self.config.cacheblend_share,
-            deviation_share=self.config.deviation_share,
-            paper=self.config.paper,
+            config=self.config,
             reserved=asked.placement.positions,
         )
         # Where a model leaves no room for stored queries, staleness is unknown.

@@ -1,6 +1,6 @@
 """Repair: cached tokens that hang on slid ones are computed again while nobody asks, until the sequence is exact.
 
-Two phases a sequence (DESIGN section 4), the most recently used sequence first. The stalest tokens come first, which
+Two phases a sequence, the most recently used sequence first. The stalest tokens come first, which
 brings quality soonest. Then all go from left to right, which alone brings exactness: a token is exact only if all
 before it are. Both go in small steps of which a request stops the one that runs, without a trace of it.
 """

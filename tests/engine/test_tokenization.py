@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cacheslide_agents.engine.errors import PromptError, UnsupportedModelError
 from cacheslide_agents.engine.segments import Prompt, Segment
-from cacheslide_agents.engine.tokenization import encode_prompt, encode_with_last_piece, last_piece
+from cacheslide_agents.engine.tokenization import encode_prompt, encode_with_last_piece
 from tests.engine.text_tokenizers import STYLES, text_tokenizer
 from tests.tiny import tiny_tokenizer
 
@@ -253,16 +253,15 @@ def test_prompt_is_whole_when_the_tokenizer_was_left_truncating() -> None:
 def test_last_piece_is_what_stands_behind_the_last_special_token(style: str) -> None:
     tokenizer = text_tokenizer(style)
     prompt = _chat_prompt(tokenizer, ["be kind", "hello <|im_end|> [/INST] <|assistant|>"], literal=True)
-    piece = last_piece(prompt, tokenizer)
+    encoded, piece = encode_with_last_piece(prompt, tokenizer)
     expected = {"llama3": "\n\n", "phi3": "", "mistral": "", "mistral_legacy": ""}.get(style, "assistant\n")
     assert piece.text == expected
-    encoded = encode_prompt(prompt, tokenizer)
     assert piece.ids.tolist() == encoded.token_ids[len(encoded) - len(piece.ids) :].tolist()
     assert len(piece.ids) == len(tokenizer.encode(expected, add_special_tokens=False))
 
 
 def test_last_piece_is_the_whole_text_when_there_is_no_special_token() -> None:
-    piece = last_piece(Prompt([Segment.suffix("plain text")], "t"), text_tokenizer("chatml"))
+    _, piece = encode_with_last_piece(Prompt([Segment.suffix("plain text")], "t"), text_tokenizer("chatml"))
     assert piece.text == "plain text"
 
 
@@ -273,7 +272,7 @@ def test_sampled_ids_return_when_the_reply_is_not_canonical(style: str, reply: s
     tokenizer = text_tokenizer(style)
     reply = "ok" + reply.strip()  # what the templates keep as it is
     first = _chat_prompt(tokenizer, ["s", "hello"], literal=True)
-    header_text, header_ids = last_piece(first, tokenizer)
+    _, (header_text, header_ids) = encode_with_last_piece(first, tokenizer)
     sampled = [token for char in reply for token in tokenizer.encode(char, add_special_tokens=False)]
     decoded = str(tokenizer.decode(sampled, skip_special_tokens=True))
     book = {header_text + decoded: np.array([*header_ids, *sampled])}

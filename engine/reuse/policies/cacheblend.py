@@ -25,10 +25,10 @@ class CacheBlend:
         """The first segment exact, the others slid; `cacheblend_share` of the slid tokens is chosen at layer 1."""
         assert self.isolation is not None
         spans = isolated_spans(request, self.isolation)
-        chooses = request.cacheblend_share > 0.0 and any(span.treatment == "slid" for span in spans)
+        chooses = request.config.cacheblend_share > 0.0 and any(span.treatment == "slid" for span in spans)
         return Plan(
             spans=tuple(spans),
             positions=request.positions,
-            correction=ByDeviation(request.cacheblend_share) if chooses else None,
+            correction=ByDeviation(request.config.cacheblend_share) if chooses else None,
             policy=self.name,
         )

@@ -21,7 +21,7 @@ class Deviation:
     def plan(self, request: PlanRequest) -> Plan:
         """Exact, slid and fresh spans; `deviation_share` of the slid tokens is chosen at layer 1."""
         spans, runs = slid_spans(request)
-        share = request.deviation_share
+        share = request.config.deviation_share
         return Plan(
             spans=tuple(spans),
             positions=request.positions,

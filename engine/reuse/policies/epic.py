@@ -28,7 +28,9 @@ class Epic:
         for span in spans:
             if span.after_change:
                 place = np.arange(len(span))
-                ends = (place < request.epic_head_tokens) | (place >= len(span) - request.epic_tail_tokens)
+                ends = (place < request.config.epic_head_tokens) | (
+                    place >= len(span) - request.config.epic_tail_tokens
+                )
                 corrected.append(span.start + np.flatnonzero(ends))
         return Plan(
             spans=tuple(spans), positions=request.positions, corrected=np.concatenate(corrected), policy=self.name

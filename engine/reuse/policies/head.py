@@ -20,7 +20,7 @@ class Head:
     def plan(self, request: PlanRequest) -> Plan:
         """Exact, slid and fresh spans; corrected tokens as `correction_share` asks."""
         spans, runs = slid_spans(request)
-        share = request.correction_share
+        share = request.config.correction_share
         heads = [run.tokens[: _head_tokens(len(run.tokens), share)] for run in runs if run.after_change or share >= 1.0]
         corrected = np.concatenate([np.empty(0, dtype=np.int64), *heads])
         return Plan(spans=tuple(spans), positions=request.positions, corrected=corrected, policy=self.name)

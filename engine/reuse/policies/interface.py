@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ...config import PaperSettings
+from ...config import EngineConfig
 from ...segments import EncodedPrompt
 from ..index import CachedSequence
 from ..spans import Plan
@@ -22,34 +22,16 @@ class PlanRequest:
         prompt: At least one token.
         session: The session that asks, or None.
         sequences: What is cached in the prompt's space (namespace and template); nothing else is looked at.
-        correction_share: See `EngineConfig`.
-        staleness_bound: See `EngineConfig`.
-        min_slide_tokens: See `EngineConfig`.
-        max_hops: See `EngineConfig`.
-        share_slid: See `EngineConfig`.
+        config: The settings; of these, policies read those of `config.PER_REQUEST`.
         reserved: (tokens,) int64, strictly increasing: the prompt's positions where ranges are reserved for its
             updates; None for contiguous ones.
-        epic_head_tokens: See `EngineConfig`.
-        epic_tail_tokens: See `EngineConfig`.
-        cacheblend_share: See `EngineConfig`.
-        deviation_share: See `EngineConfig`.
-        paper: See `EngineConfig`.
     """
 
     prompt: EncodedPrompt
     session: str | None
     sequences: Sequence[CachedSequence]
-    correction_share: float = 0.15
-    staleness_bound: float = 0.0003
-    min_slide_tokens: int = 16
-    max_hops: int = 20
-    share_slid: bool = False
+    config: EngineConfig = field(default_factory=EngineConfig)
     reserved: np.ndarray | None = None
-    epic_head_tokens: int = 32
-    epic_tail_tokens: int = 32
-    cacheblend_share: float = 0.18
-    deviation_share: float = 0.26
-    paper: PaperSettings = field(default_factory=PaperSettings)
 
     @property
     def positions(self) -> np.ndarray:

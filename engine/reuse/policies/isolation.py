@@ -33,8 +33,8 @@ def isolated_spans(request: PlanRequest, isolation: Isolation) -> list[Span]:
     for start, stop in request.prompt.segment_ranges():
         stop = min(stop, len(request.prompt) - 1)
         tokens, positions = request.prompt.token_ids[start:stop], request.positions[start:stop]
-        copies = [copy for copy in request.sequences if _rotations(copy, positions) <= request.max_hops]
-        copy, num_tokens = find_copy(tokens, positions, copies, isolation, request.min_slide_tokens)
+        copies = [copy for copy in request.sequences if _rotations(copy, positions) <= request.config.max_hops]
+        copy, num_tokens = find_copy(tokens, positions, copies, isolation, request.config.min_slide_tokens)
         if copy is None:
             continue
         add_fresh(spans, start)

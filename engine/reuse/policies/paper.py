@@ -15,7 +15,7 @@ selection layer on, over K and V as they stand by then; α weighs K and V alike.
 
 from __future__ import annotations
 
-from ..rules import ByDeviation, Gate
+from ..rules import ByDeviation, TokenGate
 from ..spans import Plan
 from .deviation import is_worth_computing
 from .interface import Isolation, PlanRequest
@@ -31,7 +31,7 @@ class Paper:
     def plan(self, request: PlanRequest) -> Plan:
         """Exact, slid and fresh spans, and Algorithm 2 as the rule."""
         spans, runs = slid_spans(request)
-        settings = request.paper
+        settings = request.config.paper
         return Plan(
             spans=tuple(spans),
             positions=request.positions,
@@ -41,10 +41,10 @@ class Paper:
 
 
 def _rule(request: PlanRequest) -> ByDeviation:
-    settings = request.paper
+    settings = request.config.paper
     gate = None
     if settings.gate != "off":
-        gate = Gate(settings.gate_every_layers, settings.tau, settings.gate)
+        gate = TokenGate(settings.gate_every_layers, settings.tau, settings.gate)
     updates = tuple(
         segment
         for segment, role in zip(request.prompt.segment_ranges(), request.prompt.roles, strict=True)

@@ -49,11 +49,11 @@ class Slide:
     def plan(self, request: PlanRequest) -> Plan:
         """Exact, slid and fresh spans; the engine selects what to correct, at most `correction_share`."""
         spans, runs = slid_spans(request)
-        rule = ByStaleness(request.staleness_bound, request.correction_share)
+        rule = ByStaleness(request.config.staleness_bound, request.config.correction_share)
         return Plan(
             spans=tuple(spans),
             positions=request.positions,
-            correction=rule if runs and request.correction_share > 0.0 else None,
+            correction=rule if runs and request.config.correction_share > 0.0 else None,
             policy=self.name,
         )
 
@@ -75,13 +75,13 @@ def _best_donor(request: PlanRequest, exact_tokens: int) -> tuple[int | None, li
     """The donor that slides most tokens behind the exact ones, the most recently used of equals, and its runs."""
     prompt = request.prompt.token_ids[:-1]
     wanted = len(prompt) - exact_tokens
-    if request.share_slid:
+    if request.config.share_slid:
         donors = by_recency(request.sequences)
     elif request.session is not None:
         donors = [donor for donor in by_recency(request.sequences) if donor.session == request.session]
     else:
         donors = []
-    promises = _promises(prompt[exact_tokens:], donors, request.min_slide_tokens) if wanted > 0 else []
+    promises = _promises(prompt[exact_tokens:], donors, request.config.min_slide_tokens) if wanted > 0 else []
     ranking = sorted(zip(promises, donors, strict=False), key=lambda pair: (-pair[0], -pair[1].last_used))
     best = (0, 0)
     found: tuple[int | None, list[SlidRun]] = (None, [])
@@ -116,7 +116,7 @@ def _runs(request: PlanRequest, donor: CachedSequence, exact_tokens: int) -> Ite
     if same > exact_tokens:
         yield from _run(request, donor, exact_tokens, exact_tokens, same - exact_tokens, after_change=False)
     start = max(same, exact_tokens)
-    for at, to, length in matching_runs(prompt[start:], donor.token_ids[same:], request.min_slide_tokens):
+    for at, to, length in matching_runs(prompt[start:], donor.token_ids[same:], request.config.min_slide_tokens):
         yield from _run(request, donor, start + at, same + to, length, after_change=True)
 
 
@@ -126,8 +126,8 @@ def _run(
     """The run without tokens whose keys were rotated too often, or nothing if no piece is left that is long enough."""
     source = slice(source_start, source_start + num_tokens)
     moves = donor.positions[source] != request.positions[start : start + num_tokens]
-    allowed = donor.hops[source].astype(np.int64) + moves <= request.max_hops
-    pieces = _true_runs(allowed, request.min_slide_tokens)
+    allowed = donor.hops[source].astype(np.int64) + moves <= request.config.max_hops
+    pieces = _true_runs(allowed, request.config.min_slide_tokens)
     if pieces:
         tokens = np.concatenate([np.arange(start + first, start + last, dtype=np.int64) for first, last in pieces])
         yield SlidRun(start, source_start, after_change, tokens)

@@ -6,6 +6,7 @@ from itertools import count, islice
 
 import numpy as np
 
+from cacheslide_agents.engine.config import EngineConfig
 from cacheslide_agents.engine.reuse.index import CachedSequence, SpaceKey
 from cacheslide_agents.engine.reuse.plan import PlanRequest, assert_valid, plan
 from cacheslide_agents.engine.reuse.spans import Plan
@@ -48,10 +49,7 @@ def planned(
 ) -> Plan:
     """A valid plan of a prompt for a session."""
     request = PlanRequest(
-        EncodedPrompt(tokens, (0,), ("suffix",)),
-        session,
-        sequences,
-        **settings,  # type: ignore[arg-type]
+        EncodedPrompt(tokens, (0,), ("suffix",)), session, sequences, EngineConfig().with_changes(**settings)
     )
     made = plan(policy, request)
     assert_valid(made)

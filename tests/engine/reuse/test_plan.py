@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheslide_agents.engine.config import PolicyName
+from cacheslide_agents.engine.config import EngineConfig, PolicyName
 from cacheslide_agents.engine.errors import ConfigError
 from cacheslide_agents.engine.reuse.index import CachedSequence, SpaceKey
 from cacheslide_agents.engine.reuse.plan import PlanRequest, assert_valid, plan, treatments
 from cacheslide_agents.engine.reuse.policies import POLICIES
 from cacheslide_agents.engine.reuse.policies.interface import Isolation
 from cacheslide_agents.engine.reuse.policies.isolation import missing_segments
-from cacheslide_agents.engine.reuse.rules import ByDeviation, ByStaleness, Gate, Rule
+from cacheslide_agents.engine.reuse.rules import ByDeviation, ByStaleness, Rule, TokenGate
 from cacheslide_agents.engine.reuse.spans import Plan, Span
 from cacheslide_agents.engine.segments import EncodedPrompt
 from cacheslide_agents.engine.slide.block_table import BlockTable
@@ -33,7 +33,7 @@ def request_for(
     starts = np.cumsum([0, *(len(segment) for segment in segments)])[:-1]
     tokens = np.concatenate(segments).astype(np.int64)
     prompt = EncodedPrompt(tokens, tuple(starts.tolist()), ("update", *["suffix"] * (len(segments) - 1)))  # type: ignore[arg-type]
-    return PlanRequest(prompt, session, cached, **knobs)  # type: ignore[arg-type]
+    return PlanRequest(prompt, session, cached, EngineConfig().with_changes(**knobs))
 
 
 @dataclass
@@ -85,7 +85,9 @@ class Agent:
     def register(self, request: PlanRequest, isolation: Isolation) -> None:
         """Caches the segments that no copy holds, each alone."""
         prompt, positions = request.prompt, request.positions
-        for start, stop in missing_segments(prompt, positions, request.sequences, isolation, request.min_slide_tokens):
+        for start, stop in missing_segments(
+            prompt, positions, request.sequences, isolation, request.config.min_slide_tokens
+        ):
             number = len(self.alone)
             self.alone.append(
                 CachedSequence(
@@ -187,14 +189,16 @@ def assert_rule(request: PlanRequest, made: Plan) -> None:
     slid = [span for span in made.spans if span.treatment == "slid"]
     changed = any(span.after_change for span in slid)
     expected: Rule | None = None
-    if made.policy == "slide" and slid and request.correction_share:
-        expected = ByStaleness(request.staleness_bound, request.correction_share)
-    elif made.policy == "deviation" and slid and request.deviation_share:
-        expected = ByDeviation(request.deviation_share) if changed or request.deviation_share == 1.0 else None
-    elif made.policy == "cacheblend" and slid and request.cacheblend_share:
-        expected = ByDeviation(request.cacheblend_share)
+    if made.policy == "slide" and slid and request.config.correction_share:
+        expected = ByStaleness(request.config.staleness_bound, request.config.correction_share)
+    elif made.policy == "deviation" and slid and request.config.deviation_share:
+        expected = (
+            ByDeviation(request.config.deviation_share) if changed or request.config.deviation_share == 1.0 else None
+        )
+    elif made.policy == "cacheblend" and slid and request.config.cacheblend_share:
+        expected = ByDeviation(request.config.cacheblend_share)
     elif made.policy == "paper" and changed:
-        expected = ByDeviation(0.26, fusion="alpha", gate=Gate(4, 0.12, "converged"))
+        expected = ByDeviation(0.26, fusion="alpha", gate=TokenGate(4, 0.12, "converged"))
     assert made.correction == expected
 
 
@@ -208,14 +212,16 @@ def assert_isolated(request: PlanRequest, made: Plan) -> None:
             continue
         copy = by_id[span.source]
         assert span.source_start == 0 and span.start in ranges
-        assert len(span) >= max(request.min_slide_tokens, min(ranges[span.start], len(tokens) - 1) - span.start - 4)
+        assert len(span) >= max(
+            request.config.min_slide_tokens, min(ranges[span.start], len(tokens) - 1) - span.start - 4
+        )
         np.testing.assert_array_equal(tokens[span.start : span.stop], copy.token_ids[: len(span)])
         moved = int(copy.positions[0]) != span.start
-        assert not moved or (made.policy != "promptcache" and request.max_hops > 0)
+        assert not moved or (made.policy != "promptcache" and request.config.max_hops > 0)
         assert (span.treatment == "exact") == (span.start == 0 and not moved)
         if made.policy == "epic" and span.after_change:
             place = set((made.corrected[(made.corrected >= span.start) & (made.corrected < span.stop)]).tolist())
-            head, tail = request.epic_head_tokens, request.epic_tail_tokens
+            head, tail = request.config.epic_head_tokens, request.config.epic_tail_tokens
             ends = {*range(span.start, span.start + head), *range(span.stop - tail, span.stop)}
             assert place == ends & set(range(span.start, span.stop))
 
@@ -236,10 +242,10 @@ def assert_sources(request: PlanRequest, made: Plan) -> None:
         if span.treatment == "exact":
             assert source.stop <= donor.exact_tokens
         else:
-            assert request.share_slid or (request.session is not None and donor.session == request.session)
-            assert len(span) >= request.min_slide_tokens
+            assert request.config.share_slid or (request.session is not None and donor.session == request.session)
+            assert len(span) >= request.config.min_slide_tokens
             moved = donor.positions[source] != made.positions[span.start : span.stop]
-            assert (donor.hops[source].astype(int) + moved <= request.max_hops).all()
+            assert (donor.hops[source].astype(int) + moved <= request.config.max_hops).all()
             assert source.start >= place
             place = source.stop
             same = np.array_equal(tokens[: span.stop], donor.token_ids[: span.stop])
@@ -262,15 +268,15 @@ def assert_heads(request: PlanRequest, made: Plan) -> None:
     """Correction takes the share it is given, from the head of what follows a change."""
     slid = [span for span in made.spans if span.treatment == "slid"]
     all_slid = [token for span in slid for token in range(span.start, span.stop)]
-    if request.correction_share == 0.0:
+    if request.config.correction_share == 0.0:
         assert len(made.corrected) == 0
-    elif request.correction_share == 1.0:
+    elif request.config.correction_share == 1.0:
         assert made.corrected.tolist() == all_slid
     else:
         changed = sum(len(span) for span in slid if span.after_change)
         runs = sum(span.after_change for span in slid)
-        assert changed * request.correction_share <= len(made.corrected) + 1e-6
-        assert len(made.corrected) <= changed * request.correction_share + runs
+        assert changed * request.config.correction_share <= len(made.corrected) + 1e-6
+        assert len(made.corrected) <= changed * request.config.correction_share + runs
         untouched = {t for span in slid if not span.after_change for t in range(span.start, span.stop)}
         assert not untouched & set(made.corrected.tolist())
 

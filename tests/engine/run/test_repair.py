@@ -317,7 +317,7 @@ def test_requests_are_served_when_repair_fails(monkeypatch: pytest.MonkeyPatch) 
         assert not engine.wait_until_repaired(LONG_SECONDS)
         monkeypatch.undo()
         assert [type(error) for error in seen] == [MemoryError]
-        assert not engine._runner.preparation.index.stats().pinned
+        assert not any(sequence.pins for sequence in sequences(engine))
         WatchedEngine(engine).check_pages()
         assert sequence.exact_tokens < len(sequence), "what failed once is not tried again"
         full = engine.generate(second_turn(), FEW, policy="recompute", namespace="other").token_ids
