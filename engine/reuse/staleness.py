@@ -1,9 +1,9 @@
 """What stored queries say about cached keys: how stale slid tokens are, and how much they are in demand.
 
-*Staleness* is two-sided (`docs/architecture.md`): *gone mass* is the attention that a token paid to donor tokens that the
-prompt no longer has; *new mass* is what it would pay to tokens that were not there, e / (1 + e) with
-e = Σ exp(q·k − lse). What a token was left with by earlier turns (its debt) is added by the caller. *Demand* is the
-attention that new text pays to a token. All are averaged over the heads of the probe layers.
+*Staleness* is two-sided: *gone mass* is the attention that a token paid to donor tokens that the prompt no longer has;
+*new mass* is what it would pay to tokens that were not there, e / (1 + e) with e = Σ exp(q·k − lse). What a token was
+left with by earlier turns (its debt) is added by the caller. *Demand* is the attention that new text pays to a token.
+All are averaged over the heads of the probe layers.
 """
 
 from __future__ import annotations

@@ -24,13 +24,12 @@ class Epic:
         """The first segment exact, the others slid with their ends corrected, what is not cached fresh."""
         assert self.isolation is not None
         spans = isolated_spans(request, self.isolation)
+        head, tail = request.config.epic_head_tokens, request.config.epic_tail_tokens
         corrected = [np.empty(0, dtype=np.int64)]
         for span in spans:
             if span.after_change:
                 place = np.arange(len(span))
-                ends = (place < request.config.epic_head_tokens) | (
-                    place >= len(span) - request.config.epic_tail_tokens
-                )
+                ends = (place < head) | (place >= len(span) - tail)
                 corrected.append(span.start + np.flatnonzero(ends))
         return Plan(
             spans=tuple(spans), positions=request.positions, corrected=np.concatenate(corrected), policy=self.name

@@ -192,9 +192,8 @@ def assert_rule(request: PlanRequest, made: Plan) -> None:
     if made.policy == "slide" and slid and request.config.correction_share:
         expected = ByStaleness(request.config.staleness_bound, request.config.correction_share)
     elif made.policy == "deviation" and slid and request.config.deviation_share:
-        expected = (
-            ByDeviation(request.config.deviation_share) if changed or request.config.deviation_share == 1.0 else None
-        )
+        share = request.config.deviation_share
+        expected = ByDeviation(share) if changed or share == 1.0 else None
     elif made.policy == "cacheblend" and slid and request.config.cacheblend_share:
         expected = ByDeviation(request.config.cacheblend_share)
     elif made.policy == "paper" and changed:
