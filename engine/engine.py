@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .arguments import (
-    checked_call,
-    checked_namespace,
-    checked_params,
-    checked_session,
-    continuation_ids,
-    text_ids,
-)
+from .arguments import checked_call, checked_namespace, checked_params, checked_session, continuation_ids, text_ids
 from .attention import select_attention
 from .config import PAGE_TOKENS, PER_REQUEST, EngineConfig, PolicyName, SamplingParams
 from .errors import ConfigError
@@ -83,7 +76,6 @@ class Engine:
         self.model_name = model_name
         self.model_path = model_path
         self.context_tokens = context_tokens
-        self._decoder = decoder
         profiles = None
         if config.learned_positions:
             identity = ModelIdentity.of(model_name, model.config, tokenizer)
@@ -307,9 +299,9 @@ class Engine:
             ConfigError: Repair is off.
             EngineClosedError: The engine was closed.
         """
-        if not self._runner.idle_work.repairs:
+        if not self._runner.idle_work.is_repair_on:
             raise ConfigError(
-                f"EngineConfig.repair = {self.config.repair!r} is off on {self._decoder.device}: load with repair=True"
+                f"EngineConfig.repair = {self.config.repair!r} is off on {self.model.device}: load with repair=True"
             )
         quiet = self._scheduler.wait_until_quiet(timeout_seconds)
         return quiet and not self._runner.preparation.index.stats().tainted_tokens

@@ -26,7 +26,7 @@ class IdleWork:
         gate: Which prompts may slide.
         shadow: What measures them.
         repair: What makes cached sequences exact.
-        repairs: Whether repair is on.
+        is_repair_on: Whether cached sequences are repaired at all.
     """
 
     def __init__(self, config: EngineConfig, preparation: Preparation, device_type: str) -> None:
@@ -41,7 +41,7 @@ class IdleWork:
         share = (GPU_GATE_SHARE if on_gpu else 0.0) if config.gate_share == "auto" else config.gate_share
         self.gate = Gate(share, config.gate_kl_bound)
         self.shadow = Shadow(preparation)
-        self.repairs = on_gpu if config.repair == "auto" else config.repair
+        self.is_repair_on = on_gpu if config.repair == "auto" else config.repair
         self.repair = Repair(
             preparation.pool,
             preparation.queries,
@@ -55,7 +55,7 @@ class IdleWork:
     @property
     def is_on(self) -> bool:
         """Whether there is ever anything to do."""
-        return self.repairs or self.gate.is_on
+        return self.is_repair_on or self.gate.is_on
 
     def begin_request(self) -> None:
         """A request's turn has come: what was to be measured is lost, and repair has its time again."""
@@ -88,7 +88,7 @@ class IdleWork:
         """
         answered = self._answered
         if answered is None:
-            return self.repairs and self.repair.step(check)
+            return self.is_repair_on and self.repair.step(check)
         if not self._index.holds(answered.sequence):
             self._drop()
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
+from cacheslide_agents.engine.reuse.index import CachedSequence
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SYSTEM = "You are a helpful assistant with a memory of what the user told you.\n"
@@ -25,3 +26,11 @@ def second_turn() -> Prompt:
 def tiny_engine(family: str = "llama", **settings) -> Engine:
     settings = {"pool_tokens": 8192, "dtype": "float32", **settings}
     return Engine.from_model(tiny_model(family), tiny_tokenizer(None), EngineConfig(**settings))
+
+
+def two_turns(engine: Engine, session: str = "s") -> CachedSequence:
+    """Takes both turns; the second one's sequence as it is cached."""
+    engine.generate(first_turn(), FEW, session=session)
+    engine.generate(second_turn(), FEW, session=session)
+    latest, *_ = engine._runner.preparation.index.by_recency()
+    return latest
