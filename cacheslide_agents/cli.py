@@ -119,8 +119,10 @@ def bench_quality(
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
-            help="JSONL files with prompts of your own, or families in the folder that CACHESLIDE_DATA names. "
-            "Without any, a few invented prompts.",
+            help="JSONL files with prompts of your own, or families in the folder that CACHESLIDE_DATA names. A line "
+            "is an object with the texts system, old, new, suffix and query, or with the lists first and second of "
+            "{role, text}; it may have answer, old_value and id. Texts are taken as they are, without a chat template. "
+            "Without any file, a few invented prompts.",
             show_default=False,
         ),
     ] = None,
@@ -172,7 +174,14 @@ def bench_quality(
 
 @app.command()
 def profile(
-    prompts: Annotated[list[Path], typer.Argument(help="JSONL files with prompts of an agent, one or two a line.")],
+    prompts: Annotated[
+        list[Path],
+        typer.Argument(
+            help="JSONL files with prompts of an agent. A line is an object with the list messages of {role, content}, "
+            "which go through the chat template as those of a chat model do, with the list segments of {role, text}, "
+            "or with what cacheslide bench quality takes."
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option(help="Add what was learned to this JSON file, for EngineConfig.positions_file.")
     ] = None,

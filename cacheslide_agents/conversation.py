@@ -50,4 +50,6 @@ def _read_line() -> str | None:
 
 def _summary(receipt: dict[str, Any]) -> str:
     counts = ", ".join(f"{receipt[f'{name}_tokens']} {name}" for name in ("exact", "slid", "corrected", "fresh"))
-    return f"[{receipt['prompt_tokens']} prompt tokens: {counts}; first token after {receipt['ttft_seconds']:.2f} s]"
+    fallback = f"; less reused: {receipt['fallback']}" if receipt["fallback"] else ""
+    seconds = f"{receipt['ttft_seconds']:.2f} s"
+    return f"[{receipt['prompt_tokens']} prompt tokens: {counts}; first token after {seconds}{fallback}]"

@@ -5,20 +5,22 @@ A record, one a line, is one of `cacheslide bench quality` (two prompts each, se
     {"segments": [{"role": "system", "text": "…"}, {"role": "update", "text": "…"}, …]}
     {"messages": [{"role": "system", "content": [{"type": "text", "text": "…", "cacheslide": "update"}, …]}, …]}
 
-Messages go through the model's chat template, the others are plain text; a profile is learned for each of the two.
+Messages go through the model's chat template, the others are plain text; a profile is learned for each of the two. A
+chat model uses that of its template, so its prompts belong here as messages.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from langchain_core.messages import convert_to_messages
+from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
 from cacheslide_agents.adapters.messages import from_langchain
-from cacheslide_agents.engine import EngineConfig, Prompt, Segment
+from cacheslide_agents.engine import EngineConfig, Prompt
 from cacheslide_agents.engine.errors import CacheFolderError, PromptError
 from cacheslide_agents.engine.model.loading import load_tokenizer
 from cacheslide_agents.engine.position.ccpe import PositionProfile, reserved_positions, updates_of
@@ -26,8 +28,31 @@ from cacheslide_agents.engine.position.profile_file import ProfileKey, Profiles,
 from cacheslide_agents.engine.segments import EncodedPrompt
 from cacheslide_agents.templates.render import ChatRenderer
 
-from .bench.records import RecordError, numbered_lines, parse_turns
+from .bench.records import FORMAT as TURNS_FORMAT
+from .bench.records import (
+    RecordError,
+    SegmentRecord,
+    first_problem,
+    numbered_lines,
+    parse_object,
+    parse_turns,
+    prompt_of,
+)
 from .tables import show_table, standard_console
+
+FORMAT = f"a single prompt is a list segments of {{role, text}} or a list messages of {{role, content}}; {TURNS_FORMAT}"
+
+
+class _SegmentsRecord(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    segments: list[SegmentRecord]
+
+
+class _MessagesRecord(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    messages: list[Any]
 
 
 def run(files: Sequence[Path], *, model: str | None, quantile: float, namespace: str, output: Path | None) -> None:
@@ -106,20 +131,33 @@ def _prompts(files: Sequence[Path], renderer: ChatRenderer) -> Iterator[Prompt]:
             raise PromptError(f"{file} is empty: give one prompt a line, as JSON")
         for number, line in lines:
             try:
-                yield from _read(line.decode(), renderer)
-            except (ValueError, TypeError, KeyError, PromptError, RecordError) as error:
-                raise PromptError(
-                    f"{file}:{number} holds no prompt ({error}): give an object with segments, with messages, with "
-                    "first and second, or with system, old, new, suffix and query"
-                ) from error
+                yield from _read(line, renderer)
+            except (RecordError, PromptError) as error:
+                raise PromptError(f"{file}:{number} holds no prompt: {error}") from error
 
 
-def _read(line: str, renderer: ChatRenderer) -> list[Prompt]:
-    """The one or two prompts of a record."""
-    record = json.loads(line)
-    if isinstance(record, dict) and "messages" in record:
-        return [renderer.render(from_langchain(convert_to_messages(record["messages"])))]
-    if isinstance(record, dict) and "segments" in record:
-        return [Prompt(Segment(segment["role"], segment["text"]) for segment in record["segments"])]
-    turns = parse_turns(line, "")
+def _read(line: bytes, renderer: ChatRenderer) -> list[Prompt]:
+    """The one or two prompts of a record.
+
+    Raises:
+        RecordError: It is no record.
+        PromptError: A prompt of it is malformed.
+    """
+    values = parse_object(line, FORMAT)
+    try:
+        if "messages" in values:
+            return [_rendered(_MessagesRecord.model_validate(values).messages, renderer)]
+        if "segments" in values:
+            return [prompt_of(_SegmentsRecord.model_validate(values).segments)]
+    except ValidationError as error:
+        raise RecordError(first_problem(error, FORMAT)) from None
+    turns = parse_turns(values, "")
     return [turns.first, turns.second]
+
+
+def _rendered(messages: list[Any], renderer: ChatRenderer) -> Prompt:
+    try:
+        conversation = from_langchain(convert_to_messages(messages))
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:  # LangChain's own, about a message's shape
+        raise RecordError(f"messages cannot be read ({error}): give a list of {{role, content}}") from None
+    return renderer.render(conversation)

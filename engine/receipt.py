@@ -24,7 +24,8 @@ class Receipt:
         slid_tokens: Tokens whose KV came from an earlier turn, corrected ones included.
         corrected_tokens: Slid tokens that were computed again.
         fresh_tokens: Tokens computed without any cached copy.
-        staleness: Mean staleness that the slid tokens are left with, 0 to 1; corrected ones owe nothing.
+        staleness: Mean staleness that the slid tokens are left with, 0 to 1; corrected ones owe nothing. None where
+            tokens slid and nobody measured it: only `slide` does, and only with a `correction_share` above 0.
         positions: `learned` if ranges of positions were reserved for updates, see `EngineConfig.learned_positions`.
         positions_reason: Why they were not although they are on, or None. That by itself is no fallback.
         unused_positions: Positions of the context that reserved ranges left unused before the prompt's end.
@@ -49,7 +50,7 @@ class Receipt:
     slid_tokens: int
     corrected_tokens: int
     fresh_tokens: int
-    staleness: float = 0.0
+    staleness: float | None = 0.0
     positions: PositionKind = "contiguous"
     positions_reason: str | None = None
     unused_positions: int = 0

@@ -88,9 +88,34 @@ def test_every_shape_of_record_is_read_when_files_mix_them(
     assert sum(slots_of(output)[None][0]["lengths"].values()) == 10, "a second run adds to the first"
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"segments": [{"role": "none", "text": "x"}]}', '{"messages": 3}'])
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "no JSON"),
+        ("[]", "[] is no JSON object: a single prompt is"),
+        ("{}", "old is missing: a record has the texts system, old, new, suffix and query"),
+        (
+            '{"segments": [{"role": "none", "text": "x"}]}',
+            "segments.0.role = 'none': Input should be 'system', 'update'",
+        ),
+        ('{"segments": [{"role": "update"}]}', "segments.0.text is missing: a single prompt is"),
+        (
+            '{"segments": [{"role": "update", "text": "x"}], "more": 1}',
+            "more is no key of a record: a single prompt is",
+        ),
+        ('{"segments": []}', "the prompt is empty"),
+        ('{"messages": 3}', "messages = 3: Input should be a valid list; a single prompt is"),
+        ('{"messages": [{"content": "x"}]}', "messages cannot be read"),
+        ('{"messages": [3]}', "messages cannot be read"),
+    ],
+)
 def test_line_is_named_when_it_is_no_record(
-    model: Path, tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    tmp_path: Path,
+    line: str,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(SEGMENTS[0]) + "\n\n" + line + "\n", encoding="utf-8")
@@ -99,7 +124,7 @@ def test_line_is_named_when_it_is_no_record(
         cli.main()
     assert stopped.value.code == 2
     error = capsys.readouterr().err
-    assert f"{file.name}:3 holds no prompt" in error and "system, old, new, suffix and query" in error
+    assert f"{file.name}:3 holds no prompt: {problem}" in error
 
 
 def test_file_of_another_model_is_left_alone_when_it_is_the_output(model: Path, tmp_path: Path) -> None:

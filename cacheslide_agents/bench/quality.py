@@ -111,7 +111,8 @@ def run(
         _fail(f"stopped after {sum(map(len, measured.values()))} of {sum(len(one.turns) for one in sets)} prompts")
         raise typer.Exit(130)
     if problems:
-        _fail(f"{len(problems)} records were left out; the figures are of the others")
+        left_out = "1 record was" if len(problems) == 1 else f"{len(problems)} records were"
+        _fail(f"{left_out} left out; the figures are of the others")
     if problems or not written:
         raise typer.Exit(1)
 

@@ -11,11 +11,12 @@ wants a chat template applies it before. A bad record is reported and left out; 
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -75,35 +76,52 @@ class PromptsRecord(_Record):
 
     def prompts(self) -> tuple[Prompt, Prompt]:
         """The two prompts."""
-        return _prompt(self.first), _prompt(self.second)
+        return prompt_of(self.first), prompt_of(self.second)
 
 
 class RecordError(Exception):
     """A record that cannot be used; the message gives the value, the limit and the remedy."""
 
 
-def parse_turns(line: str, name: str) -> Turns:
-    """The turns of one line.
+def parse_object(line: bytes, shape: str = FORMAT) -> dict[str, Any]:
+    """The JSON object of one line.
 
     Args:
-        line: A JSON object.
-        name: Names the turns if they have no id.
+        line: As the file has it.
+        shape: What a record looks like, in words.
 
     Raises:
-        RecordError: The line is no record.
+        RecordError: The line holds something else.
     """
     try:
-        values = json.loads(line)
+        values = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise RecordError(
+            f"no UTF-8, byte 0x{line[error.start]:02x} at column {error.start + 1}: save the file as UTF-8"
+        ) from None
     except json.JSONDecodeError as error:
         raise RecordError(f"no JSON, {error.msg} at column {error.colno}: write one object a line") from None
     if not isinstance(values, dict):
-        raise RecordError(f"{_shown(values)} is no JSON object: {FORMAT}")
+        raise RecordError(f"{_shown(values)} is no JSON object: {shape}")
+    return values
+
+
+def parse_turns(values: Mapping[str, Any], name: str) -> Turns:
+    """The turns of one record.
+
+    Args:
+        values: Its JSON object.
+        name: Names the turns if they have no id.
+
+    Raises:
+        RecordError: The object is no record.
+    """
     shape = PromptsRecord if {"first", "second"} & values.keys() else EditRecord
     try:
         record = shape.model_validate(values)
         first, second = record.prompts()
     except ValidationError as error:
-        raise RecordError(_first_problem(error)) from None
+        raise RecordError(first_problem(error)) from None
     except PromptError as error:
         raise RecordError(str(error)) from None
     number = name if record.id is None else str(record.id)
@@ -111,7 +129,7 @@ def parse_turns(line: str, name: str) -> Turns:
 
 
 def numbered_lines(path: Path) -> list[tuple[int, bytes]]:
-    """The lines of a JSONL file that are not blank, with their numbers from 1.
+    """The lines of a JSONL file that are not blank, with their numbers from 1, without a byte order mark.
 
     Bytes, because text knows more ends of lines than JSON does, which may stand in the middle of a record.
 
@@ -119,7 +137,7 @@ def numbered_lines(path: Path) -> list[tuple[int, bytes]]:
         ConfigError: The file cannot be read.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}; name a JSONL file") from error
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -141,8 +159,8 @@ def read_turns(path: Path, limit: int | None = None) -> tuple[TurnSet, list[str]
         if limit is not None and len(turns) >= limit:
             break
         try:
-            turns.append(parse_turns(line.decode(), f"{path.stem}-{number}"))
-        except (RecordError, UnicodeDecodeError) as error:
+            turns.append(parse_turns(parse_object(line), f"{path.stem}-{number}"))
+        except RecordError as error:
             problems.append(f"{path}:{number}: {error}")
     if not turns:
         raise ConfigError(f"no record of {path} can be used. {problems[0] if problems else 'It is empty: ' + FORMAT}")
@@ -181,19 +199,24 @@ def _path(name: str) -> Path:
     raise ConfigError(f"{name!r} is no file and no family of prompts: name a JSONL file or {known}")
 
 
-def _prompt(segments: Sequence[SegmentRecord]) -> Prompt:
+def prompt_of(segments: Sequence[SegmentRecord]) -> Prompt:
+    """The prompt of these segments.
+
+    Raises:
+        PromptError: It has no text.
+    """
     return Prompt([Segment(segment.role, segment.text) for segment in segments])
 
 
-def _first_problem(error: ValidationError) -> str:
-    """The first of a record's problems: where, the value, the limit, and what a record looks like."""
+def first_problem(error: ValidationError, shape: str = FORMAT) -> str:
+    """The first of a record's problems: where, the value, the limit, and what a record looks like (`shape`)."""
     problem = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
-        return f"{where} is missing: {FORMAT}"
+        return f"{where} is missing: {shape}"
     if problem["type"] == "extra_forbidden":
-        return f"{where} is no key of a record: {FORMAT}"
-    return f"{where} = {_shown(problem['input'])}: {problem['msg']}; {FORMAT}"
+        return f"{where} is no key of a record: {shape}"
+    return f"{where} = {_shown(problem['input'])}: {problem['msg']}; {shape}"
 
 
 def _shown(value: object) -> str:

@@ -50,7 +50,8 @@ def show_summaries(console: Console, summaries: Sequence[Summary]) -> None:
     """Two tables for each set of turns."""
     for name, of_set in groupby(summaries, lambda summary: summary.turn_set):
         rows = list(of_set)
-        kinds = ((f"{rows[0].prompts} prompts, time and divergence", _FIDELITY), ("answers", _ANSWERS))
+        prompts = "1 prompt" if rows[0].prompts == 1 else f"{rows[0].prompts} prompts"
+        kinds = ((f"{prompts}, time and divergence", _FIDELITY), ("answers", _ANSWERS))
         for title, columns in kinds:
             values = [[value(row) for _, value in columns] for row in rows]
             show_table(console, f"{name}: {title}", [column for column, _ in columns], values)

@@ -19,6 +19,7 @@ from ..receipt import Receipt
 from ..reuse.index import CachedSequence
 from ..reuse.plan import treatments
 from ..reuse.policies import policy_named
+from ..reuse.rules import ByStaleness
 from ..slide.pages import PagePool
 from ..slide.queries import StoredQueries
 from ..stats import EngineStats
@@ -240,8 +241,7 @@ class Runner:
 
 
 def _receipt(prepared: Prepared) -> Receipt:
-    plan, placement, staleness = prepared.plan, prepared.asked.placement, prepared.assembly.staleness
-    slid = plan.slid_tokens()
+    plan, placement = prepared.plan, prepared.asked.placement
     counts = dict.fromkeys(("exact", "slid", "fresh"), 0)
     for span in plan.spans:
         counts[span.treatment] += len(span)
@@ -253,9 +253,21 @@ def _receipt(prepared: Prepared) -> Receipt:
         slid_tokens=counts["slid"],
         corrected_tokens=len(plan.corrected),
         fresh_tokens=counts["fresh"],
-        staleness=float(staleness[slid].mean()) if len(slid) else 0.0,
+        staleness=_staleness(prepared),
         treatments=treatments(plan),
         positions=placement.kind,
         positions_reason=placement.reason,
         unused_positions=int(plan.positions[-1]) + 1 - plan.num_tokens,
     )
+
+
+def _staleness(prepared: Prepared) -> float | None:
+    """What the slid tokens are left with in the mean; None where that is not known."""
+    plan, staleness = prepared.plan, prepared.assembly.staleness
+    slid, rule = plan.slid_tokens(), plan.correction
+    if not len(slid):
+        return 0.0
+    if isinstance(rule, ByStaleness):
+        return float(staleness[slid].mean())
+    replaced = rule is None or rule.is_complete
+    return 0.0 if replaced and len(plan.corrected) == len(slid) else None

@@ -79,7 +79,7 @@ def test_others_are_measured_when_a_record_is_bad_or_too_long(engine, tmp_path, 
     with pytest.raises(typer.Exit) as stopped:
         run([_file(tmp_path, {"old": 3}, long, RECORD)], policies=["prefix"], repeats=1, console=console, engine=engine)
     assert stopped.value.exit_code == 1
-    assert "mine: 1 prompts" in _shown(console)
+    assert "mine: 1 prompt," in _shown(console)
     errors = capsys.readouterr().err
     assert "mine.jsonl:1: " in errors
     assert "mine: long: the prompt has" in errors and "shorten the prompt" in errors
@@ -108,7 +108,7 @@ def test_what_was_measured_is_shown_when_it_is_interrupted(engine, tmp_path, mon
     with pytest.raises(typer.Exit) as stopped:
         run([_file(tmp_path, RECORD, RECORD)], policies=["prefix"], repeats=1, console=console, engine=engine)
     assert stopped.value.exit_code == 130
-    assert "mine: 1 prompts" in _shown(console)
+    assert "mine: 1 prompt," in _shown(console)
     assert "stopped after 1 of 2 prompts" in capsys.readouterr().err
 
 

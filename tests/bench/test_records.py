@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from pathlib import Path
@@ -73,7 +74,15 @@ def test_line_is_reported_when_it_is_no_utf_8(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_bytes(b"\xff\n" + json.dumps(EDIT).encode())
     turn_set, problems = read_turns(path)
-    assert len(turn_set.turns) == 1 and "utf-8" in problems[0]
+    assert len(turn_set.turns) == 1
+    assert problems == [f"{path}:1: no UTF-8, byte 0xff at column 1: save the file as UTF-8"]
+
+
+def test_record_is_read_when_an_editor_put_a_byte_order_mark_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + json.dumps(EDIT).encode() + b"\r\n")
+    turn_set, problems = read_turns(path)
+    assert (len(turn_set.turns), problems) == (1, [])
 
 
 def test_only_so_many_are_read_when_there_is_a_limit(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
+from cacheslide_agents.engine import Engine, EngineConfig, Prompt, Receipt, SamplingParams, Segment
 from cacheslide_agents.engine.reuse.index import CachedSequence
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -34,3 +34,9 @@ def two_turns(engine: Engine, session: str = "s") -> CachedSequence:
     engine.generate(second_turn(), FEW, session=session)
     latest, *_ = engine._runner.preparation.index.by_recency()
     return latest
+
+
+def staleness_of(receipt: Receipt) -> float:
+    """The measured staleness; fails where it was not measured."""
+    assert receipt.staleness is not None, f"{receipt.policy} measured no staleness"
+    return receipt.staleness

@@ -22,6 +22,7 @@ from cacheslide_agents.engine import Engine, Prompt, SamplingParams
 from cacheslide_agents.engine.config import PAGE_TOKENS
 from cacheslide_agents.engine.reuse.index import CachedSequence
 from cacheslide_agents.engine.reuse.plan import assert_valid
+from cacheslide_agents.engine.reuse.rules import ByStaleness
 from cacheslide_agents.engine.reuse.spans import Plan
 from cacheslide_agents.engine.run.prepared import Prepared
 from cacheslide_agents.engine.run.request import Output
@@ -251,7 +252,10 @@ class WatchedEngine:
         assert receipt.cache_read_tokens + receipt.computed_tokens == receipt.prompt_tokens
         assert self._computed is not None
         owed = self._computed[0].staleness[plan.slid_tokens()]
-        assert abs(receipt.staleness - (owed.mean() if len(owed) else 0.0)) < 1e-6
+        if receipt.staleness is None:  # not measured
+            assert not receipt.is_exact and not isinstance(plan.correction, ByStaleness)
+        else:
+            assert abs(receipt.staleness - (owed.mean() if len(owed) else 0.0)) < 1e-6
         assert receipt.generated_tokens == len(output.token_ids)
         used = receipt.prompt_tokens + receipt.unused_positions + len(output.token_ids)
         assert output.token_ids and used <= self.engine.context_tokens

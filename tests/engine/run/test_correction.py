@@ -11,6 +11,7 @@ import torch
 
 from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.reuse.index import CachedSequence
+from tests.engine.turns import staleness_of
 from tests.reference.dense_pass import DensePass
 from tests.reference.session_check import WatchedEngine
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -69,7 +70,7 @@ def test_less_staleness_is_left_when_more_is_corrected() -> None:
     for share in (0.01, 0.1, 0.3, 1.0):
         with tiny_engine(correction_share=share, staleness_bound=0.0) as engine:
             engine.generate(Prompt([SYSTEM, OLD, HISTORY]), ONE, session="s")
-            left.append(engine.generate(Prompt([SYSTEM, NEW, HISTORY, QUERY]), ONE, session="s").receipt.staleness)
+            left.append(staleness_of(engine.generate(Prompt([SYSTEM, NEW, HISTORY, QUERY]), ONE, session="s").receipt))
     assert left == sorted(left, reverse=True) and left[0] > left[1] > left[2] > left[3] == 0.0
 
 
@@ -118,6 +119,30 @@ def test_staleness_is_gone_plus_new_mass_when_an_update_is_replaced(family: str)
         assert expected.max() <= (gone + new).max() and not kept.staleness[corrected].any()
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_known"),
+    [
+        ({"policy": "slide"}, True),
+        ({"policy": "slide", "correction_share": 0.0}, False),
+        ({"policy": "head"}, False),
+        ({"policy": "head", "correction_share": 1.0}, True),
+        ({"policy": "deviation"}, False),
+        ({"policy": "deviation", "deviation_share": 1.0}, True),
+        ({"policy": "epic"}, False),
+        ({"policy": "cacheblend"}, False),
+        ({"policy": "paper"}, False),
+        ({"policy": "prefix"}, True),
+    ],
+)
+def test_receipt_says_no_staleness_when_nobody_measured_what_slid(settings: dict[str, Any], is_known: bool) -> None:
+    with tiny_engine(**settings) as engine:
+        for prompt in (Prompt([SYSTEM, OLD, HISTORY]), Prompt([SYSTEM, NEW, HISTORY, QUERY])):
+            receipt = engine.generate(prompt, ONE, session="s").receipt
+        assert receipt.is_exact == (settings["policy"] == "prefix")
+        assert (receipt.staleness is not None) == is_known
+        assert receipt.to_dict()["staleness"] == receipt.staleness
+
+
 def test_nothing_is_corrected_when_nothing_changed() -> None:
     with tiny_engine() as engine:
         watched = WatchedEngine(engine)
@@ -138,8 +163,8 @@ def test_debt_stays_when_a_corrected_turn_is_continued_and_nothing_more_is_corre
         engine.adjust(staleness_bound=1.0)
         after = watched.turn(Prompt([*turn, LATER]), ONE, session="s").receipt
         assert after.slid_tokens > before.slid_tokens and after.corrected_tokens == 0
-        owed = before.staleness * before.slid_tokens
-        assert after.staleness * after.slid_tokens == pytest.approx(owed, rel=1e-4), "what was owed is still owed"
+        owed = staleness_of(before) * before.slid_tokens
+        assert staleness_of(after) * after.slid_tokens == pytest.approx(owed, rel=1e-4), "what was owed is still owed"
 
 
 def test_debt_is_carried_when_later_turns_only_append() -> None:
@@ -147,11 +172,11 @@ def test_debt_is_carried_when_later_turns_only_append() -> None:
         watched = WatchedEngine(engine)
         watched.turn(Prompt([SYSTEM, OLD, HISTORY]), ONE, session="s")
         turn = [SYSTEM, NEW, HISTORY, QUERY]
-        owed = watched.turn(Prompt(turn), ONE, session="s").receipt.staleness
+        owed = staleness_of(watched.turn(Prompt(turn), ONE, session="s").receipt)
         debts = latest(engine).staleness.copy()
         assert owed > 0.02
         receipt = watched.turn(Prompt([*turn, LATER]), ONE, session="s").receipt
-        assert 0.0 < receipt.staleness < owed
+        assert 0.0 < staleness_of(receipt) < owed
         later = latest(engine).staleness[: len(debts)]
         assert ((later == debts) | (later == 0.0)).all() and 0 < (later != debts).sum() == receipt.corrected_tokens
 
@@ -162,7 +187,7 @@ def test_debts_add_up_when_an_update_changes_twice() -> None:
         owed = []
         for update in ("memory: tea.\n", "memory: the user has a dog.\n", "memory: 7 cats at 9.\n"):
             prompt = Prompt([SYSTEM, Segment.update(update), HISTORY])
-            owed.append(watched.turn(prompt, ONE, session="s").receipt.staleness)
+            owed.append(staleness_of(watched.turn(prompt, ONE, session="s").receipt))
         assert owed[0] == 0.0 < owed[1] < owed[2]
 
 
@@ -203,7 +228,7 @@ def test_exact_text_is_new_to_the_donor_when_it_comes_from_another_session() -> 
             receipt = watched.turn(Prompt([SYSTEM, NEW, HISTORY, QUERY]), ONE, session="s").receipt
             fresh = sum(stop - start for start, stop, kind in receipt.treatments[:2] if kind == "fresh")
             assert (fresh > 10) != exact_elsewhere
-            left.append(receipt.staleness)
+            left.append(staleness_of(receipt))
     # Not quite the same: the line end of the update is matched in one case and part of the exact text in the other.
     assert left[1] == pytest.approx(left[0], rel=0.1)
 

@@ -14,7 +14,18 @@ from cacheslide_agents.engine.errors import ConfigError
 from cacheslide_agents.engine.reuse.index import CachedSequence
 from cacheslide_agents.engine.run import repair as repair_module
 from cacheslide_agents.engine.run.scheduler import InterruptedStepError
-from tests.engine.turns import FEW, HISTORY, NEW, OLD, SYSTEM, first_turn, second_turn, tiny_engine, two_turns
+from tests.engine.turns import (
+    FEW,
+    HISTORY,
+    NEW,
+    OLD,
+    SYSTEM,
+    first_turn,
+    second_turn,
+    staleness_of,
+    tiny_engine,
+    two_turns,
+)
 from tests.reference.dense_pass import DensePass
 from tests.reference.session_check import WatchedEngine
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
@@ -86,7 +97,7 @@ def test_the_next_turn_owes_nothing_of_earlier_ones_when_they_were_repaired() ->
                     assert engine.wait_until_repaired(LONG_SECONDS)
                 prompt = Prompt([Segment.system(SYSTEM), Segment.update(update), Segment.suffix(HISTORY)])
                 receipt = engine.generate(prompt, FEW, session="s").receipt
-            owed.append(receipt.staleness)
+            owed.append(staleness_of(receipt))
     assert 0.0 < owed[1] < owed[0]
 
 
