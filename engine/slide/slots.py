@@ -47,9 +47,11 @@ class Slots:
 
         Args:
             layer: (slots, heads, head_dim): one layer's pool, or some of its heads; changed in place.
-            kv: (n, heads, head_dim), the pool's dtype.
+            kv: (n, heads, head_dim), the pool's dtype; may be what other slots of the pool were read as.
         """
         if self._numbers is not None:
+            if kv.untyped_storage().data_ptr() == layer.untyped_storage().data_ptr():
+                kv = kv.clone()  # torch refuses to copy by number within one tensor
             layer.index_copy_(0, self._numbers, kv)
             return
         for start, stop, slot in self._runs:

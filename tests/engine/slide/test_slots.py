@@ -26,3 +26,17 @@ def test_some_heads_are_written_when_they_are_given(num_runs: int) -> None:
     layer, kv = torch.zeros(100, 2, 4), torch.ones(len(numbers), 1, 4)
     Slots(numbers, torch.device("cpu")).write(layer[:, 1:], kv)
     assert layer[:, 1].sum() == layer.sum() == 4 * len(numbers)
+
+
+@pytest.mark.parametrize("target_runs", [1, 4, 5, 9])
+@pytest.mark.parametrize("source_runs", [1, 4, 5, 9])
+def test_slots_are_copied_within_one_layer_when_either_lie_scattered(source_runs: int, target_runs: int) -> None:
+    layer = torch.randn(200, 2, 4)
+    before = layer.clone()
+    source, target = (
+        start + np.concatenate([run + run * 2 + place for run, place in enumerate(np.array_split(np.arange(36), runs))])
+        for start, runs in ((0, source_runs), (100, target_runs))
+    )
+    Slots(target, torch.device("cpu")).write(layer[:, 1:], Slots(source, torch.device("cpu")).read(layer[:, 1:]))
+    before[target, 1:] = before[source, 1:]
+    assert torch.equal(layer, before)
