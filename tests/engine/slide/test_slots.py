@@ -28,15 +28,19 @@ def test_some_heads_are_written_when_they_are_given(num_runs: int) -> None:
     assert layer[:, 1].sum() == layer.sum() == 4 * len(numbers)
 
 
+@pytest.mark.parametrize("first_head", [0, 1])
 @pytest.mark.parametrize("target_runs", [1, 4, 5, 9])
 @pytest.mark.parametrize("source_runs", [1, 4, 5, 9])
-def test_slots_are_copied_within_one_layer_when_either_lie_scattered(source_runs: int, target_runs: int) -> None:
+def test_slots_are_copied_within_one_layer_when_either_lies_scattered(
+    source_runs: int, target_runs: int, first_head: int
+) -> None:
     layer = torch.randn(200, 2, 4)
     before = layer.clone()
     source, target = (
         start + np.concatenate([run + run * 2 + place for run, place in enumerate(np.array_split(np.arange(36), runs))])
         for start, runs in ((0, source_runs), (100, target_runs))
     )
-    Slots(target, torch.device("cpu")).write(layer[:, 1:], Slots(source, torch.device("cpu")).read(layer[:, 1:]))
-    before[target, 1:] = before[source, 1:]
+    heads, cpu = layer[:, first_head:], torch.device("cpu")
+    Slots(target, cpu).write(heads, Slots(source, cpu).read(heads))
+    before[target, first_head:] = before[source, first_head:]
     assert torch.equal(layer, before)
