@@ -25,7 +25,8 @@ class Receipt:
         corrected_tokens: Slid tokens that were computed again.
         fresh_tokens: Tokens computed without any cached copy.
         staleness: Mean staleness that the slid tokens are left with, 0 to 1; corrected ones owe nothing. None where
-            tokens slid and nobody measured it: only `slide` does, and only with a `correction_share` above 0.
+            tokens slid and nobody measured it: only `slide` does, with a `correction_share` above 0 and a model whose
+            cache has room for stored queries.
         positions: `learned` if ranges of positions were reserved for updates, see `EngineConfig.learned_positions`.
         positions_reason: Why they were not although they are on, or None. That by itself is no fallback.
         unused_positions: Positions of the context that reserved ranges left unused before the prompt's end.
