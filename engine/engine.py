@@ -24,6 +24,8 @@ from .position.profile_file import ProfileBook
 from .run import answering
 from .run.comparison import Comparison
 from .run.drift import Drift
+from .run.forward import Forward
+from .run.preparation import Preparation
 from .run.request import Emit, Output, Piece, Request
 from .run.runner import Runner
 from .run.scheduler import Scheduler
@@ -80,8 +82,10 @@ class Engine:
         if config.learned_positions:
             identity = ModelIdentity.of(model_name, model.config, tokenizer)
             profiles = ProfileBook(identity, config.positions_file)
-        self._runner = Runner(config, decoder, tokenizer, pool, queries, attention, context_tokens, profiles)
-        self._comparison = Comparison(self._runner.preparation)
+        forward = Forward(decoder, pool, queries, attention)
+        preparation = Preparation(config, tokenizer, forward, context_tokens, profiles)
+        self._runner = Runner(preparation, tokenizer)
+        self._comparison = Comparison(preparation)
         idle_work = self._runner.idle_work
         self._scheduler = Scheduler(f"cacheslide {model_name}", idle_work.step if idle_work.is_on else None)
         self._closing = threading.Event()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..config import EngineConfig
 from ..reuse.index import CachedSequence
 from .gate import Gate, GateKey
 from .preparation import Preparation
@@ -29,26 +28,19 @@ class IdleWork:
         is_repair_on: Whether cached sequences are repaired at all.
     """
 
-    def __init__(self, config: EngineConfig, preparation: Preparation, device_type: str) -> None:
+    def __init__(self, preparation: Preparation) -> None:
         """Resolves the settings that depend on the device.
 
         Args:
-            config: The settings.
-            preparation: What is cached, and the way from a prompt to its logits.
-            device_type: `cpu` or `cuda`.
+            preparation: The settings, what is cached, and the way from a prompt to its logits.
         """
-        on_gpu = device_type == "cuda"
+        config, forward = preparation.config, preparation.forward
+        on_gpu = forward.decoder.device.type == "cuda"
         share = (GPU_GATE_SHARE if on_gpu else 0.0) if config.gate_share == "auto" else config.gate_share
         self.gate = Gate(share, config.gate_kl_bound)
         self.shadow = Shadow(preparation)
         self.is_repair_on = on_gpu if config.repair == "auto" else config.repair
-        self.repair = Repair(
-            preparation.pool,
-            preparation.queries,
-            preparation.index,
-            preparation.forward,
-            limit_seconds=config.repair_seconds,
-        )
+        self.repair = Repair(preparation.index, forward, limit_seconds=config.repair_seconds)
         self._index = preparation.index
         self._answered: Answered | None = None
 

@@ -15,7 +15,6 @@ import torch
 
 from ..config import EngineConfig, PolicyName
 from ..errors import ContextLengthError, PromptError
-from ..model.decoder import Decoder
 from ..position.profile_file import ProfileBook
 from ..reuse.index import CachedSequence, CacheIndex, SpaceKey
 from ..reuse.plan import PlanRequest
@@ -26,8 +25,7 @@ from ..reuse.rules import ByDeviation, ByStaleness
 from ..reuse.spans import Plan, Span
 from ..segments import EncodedPrompt
 from ..slide.assembly import Assembly
-from ..slide.pages import PagePool, PoolFullError
-from ..slide.queries import StoredQueries
+from ..slide.pages import PoolFullError
 from ..tokenization import TextPiece, encode_with_last_piece
 from .correction import Correction
 from .forward import Forward
@@ -60,20 +58,17 @@ class Preparation:
     def __init__(
         self,
         config: EngineConfig,
-        decoder: Decoder,
         tokenizer: PreTrainedTokenizerBase,
-        pool: PagePool,
-        queries: StoredQueries,
         forward: Forward,
         context_tokens: int,
         profiles: ProfileBook | None = None,
     ) -> None:
         self.config = config
-        self._spec = decoder.spec
+        self._spec = forward.decoder.spec
         self._tokenizer = tokenizer
-        self.pool = pool
-        self.queries = queries
-        self.index = CacheIndex(pool)
+        self.pool = forward.pool
+        self.queries = forward.queries
+        self.index = CacheIndex(forward.pool)
         self.replies = ReplyBooks()
         self.positions = SessionPositions(profiles, config.positions_quantile, context_tokens)
         self.forward = forward
@@ -274,11 +269,11 @@ class Preparation:
 
     def _take_pages(self, plan: Plan, allocate: Callable[[int, int | None], list[int]]) -> Assembly:
         """Takes the plan's pages and pins its donors, which `prefill` unpins."""
-        sources = {span.source: self.index.get(span.source) for span in plan.spans if span.source is not None}
-        for source in sources:
+        sequences = self._sequences(plan)
+        for source in sequences:
             self.index.pin(source)
         try:
-            return Assembly(plan, sources, self.pool, self.queries, self._spec.rope, plan.num_tokens, allocate)
+            return Assembly(plan, sequences, self.pool, self.queries, self._spec.rope, plan.num_tokens, allocate)
         except BaseException:
             self._unpin(plan)
             raise
@@ -288,7 +283,7 @@ class Preparation:
         return Correction(
             prepared.token_ids,
             plan,
-            {span.source: self.index.get(span.source) for span in plan.spans if span.source is not None},
+            self._sequences(plan),
             prepared.assembly,
             self.pool,
             self.queries,
@@ -299,8 +294,12 @@ class Preparation:
         )
 
     def _unpin(self, plan: Plan) -> None:
-        for source in {span.source for span in plan.spans if span.source is not None}:
+        for source in self._sequences(plan):
             self.index.unpin(source)
+
+    def _sequences(self, plan: Plan) -> dict[int, CachedSequence]:
+        """The cached sequences that a plan names, by id."""
+        return {span.source: self.index.get(span.source) for span in plan.spans if span.source is not None}
 
 
 def space_of(call: Call) -> SpaceKey:

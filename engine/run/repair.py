@@ -16,8 +16,6 @@ import torch
 from ..config import PAGE_TOKENS
 from ..reuse.index import CachedSequence, CacheIndex
 from ..slide.draft import Draft
-from ..slide.pages import PagePool
-from ..slide.queries import StoredQueries
 from .forward import Forward
 from .scheduler import InterruptedStepError
 
@@ -39,26 +37,14 @@ class Repair:
         interrupted_steps: Steps that a request stopped.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        queries: StoredQueries,
-        index: CacheIndex,
-        forward: Forward,
-        *,
-        limit_seconds: float,
-    ) -> None:
+    def __init__(self, index: CacheIndex, forward: Forward, *, limit_seconds: float) -> None:
         """Takes what it works on.
 
         Args:
-            pool: K and V.
-            queries: The stored queries beside them.
             index: What is cached.
-            forward: The model's loop.
+            forward: The model's loop, over the pages that the index has.
             limit_seconds: Most time to spend before the next request.
         """
-        self._pool = pool
-        self._queries = queries
         self._index = index
         self._forward = forward
         self._limit_seconds = limit_seconds
@@ -95,7 +81,7 @@ class Repair:
 
     def _next_tokens(self, sequence: CachedSequence) -> np.ndarray:
         """(n,) int64, increasing: what the next step computes; nothing if there is no free page."""
-        start, num_pages = sequence.exact_tokens, self._pool.num_free
+        start, num_pages = sequence.exact_tokens, self._forward.pool.num_free
         if len(sequence) - start > STEP_TOKENS:
             staleness = sequence.staleness[start:]
             owing = np.flatnonzero(staleness >= WORTH_STALENESS)
@@ -112,12 +98,7 @@ class Repair:
 
     def _recompute(self, sequence: CachedSequence, tokens: np.ndarray, check: Callable[[], None]) -> None:
         started = time.perf_counter()
-        draft = Draft(sequence.table, len(sequence), tokens, self._pool, self._queries)
-
-        def before_layer(layer_idx: int) -> None:
-            check()
-            draft.copy(layer_idx)
-
+        draft = Draft(sequence.table, len(sequence), tokens, self._forward.pool, self._forward.queries)
         try:
             self._forward.rows(
                 sequence.token_ids[tokens],
@@ -125,7 +106,7 @@ class Repair:
                 tokens,
                 draft.table,
                 wanted=0,
-                before_layer=before_layer,
+                before_layer=draft.copies(check),
             )
             self._forward.wait()  # else steps would pile up on a GPU, in front of the next request
         except InterruptedStepError:

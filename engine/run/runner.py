@@ -11,22 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention.interface import Attention
-from ..config import EngineConfig, SamplingParams
-from ..model.decoder import Decoder
-from ..position.profile_file import ProfileBook
+from ..config import SamplingParams
 from ..receipt import Receipt
 from ..reuse.index import CachedSequence
 from ..reuse.plan import treatments
 from ..reuse.policies import policy_named
 from ..reuse.rules import ByStaleness
-from ..slide.pages import PagePool
-from ..slide.queries import StoredQueries
 from ..stats import EngineStats
 from ..tokenization import TextPiece
 from .decode import Answer, decode
 from .detokenize import Detokenizer
-from .forward import Forward
 from .idle_work import IdleWork
 from .preparation import Preparation
 from .prepared import Prepared
@@ -48,25 +42,13 @@ class Runner:
         idle_work: What is done while nobody asks.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        decoder: Decoder,
-        tokenizer: PreTrainedTokenizerBase,
-        pool: PagePool,
-        queries: StoredQueries,
-        attention: Attention,
-        context_tokens: int,
-        profiles: ProfileBook | None = None,
-    ) -> None:
-        self._decoder = decoder
+    def __init__(self, preparation: Preparation, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._decoder = preparation.forward.decoder
         self._tokenizer = tokenizer
-        self._pool = pool
-        self._forward = Forward(decoder, pool, queries, attention)
-        self.preparation = Preparation(
-            config, decoder, tokenizer, pool, queries, self._forward, context_tokens, profiles
-        )
-        self.idle_work = IdleWork(config, self.preparation, decoder.device.type)
+        self._pool = preparation.pool
+        self._forward = preparation.forward
+        self.preparation = preparation
+        self.idle_work = IdleWork(preparation)
         self._totals: dict[str, int] = defaultdict(int)
 
     @torch.inference_mode()
@@ -98,13 +80,7 @@ class Runner:
         sequence = RunningSequence(prepared.token_ids, prepared.plan, prepared.assembly)
         try:
             logits = self.preparation.prefill(prepared, wanted=1, check=request.check)
-            receipt = replace(
-                _receipt(prepared),
-                session=call.session,
-                queue_seconds=started - request.submitted_at,
-                plan_seconds=prepared.plan_seconds,
-                computed_share=prepared.computed_share,
-            )
+            receipt = replace(_receipt(prepared), queue_seconds=started - request.submitted_at)
             answer = Answer()
             pieces = decode(
                 answer,
@@ -254,6 +230,9 @@ def _receipt(prepared: Prepared) -> Receipt:
         corrected_tokens=len(plan.corrected),
         fresh_tokens=counts["fresh"],
         staleness=_staleness(prepared),
+        computed_share=prepared.computed_share,
+        plan_seconds=prepared.plan_seconds,
+        session=prepared.asked.call.session,
         treatments=treatments(plan),
         positions=placement.kind,
         positions_reason=placement.reason,

@@ -87,11 +87,7 @@ class Shadow:
         plan, sequence, forward = answered.prepared.plan, answered.sequence, self._preparation.forward
         tokens = np.arange(plan.exact_tokens, plan.num_tokens)
         draft = Draft(sequence.table, plan.num_tokens, tokens, self._pool, self._preparation.queries)
-
-        def before_layer(layer_idx: int) -> None:
-            check()
-            draft.copy(layer_idx)
-
+        before_layer = draft.copies(check)
         try:
             for start in range(0, len(tokens), CHUNK_TOKENS):
                 chunk = tokens[start : start + CHUNK_TOKENS]

@@ -6,6 +6,8 @@ place of the cached ones once all layers are done, or are given back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .block_table import BlockTable
@@ -49,6 +51,19 @@ class Draft:
         self._copied = (
             (Slots(table.slots(beside), device), Slots(self.table.slots(beside), device)) if len(beside) else None
         )
+
+    def copies(self, check: Callable[[], None]) -> Callable[[int], None]:
+        """What to call with each layer's index before that layer is read (`Forward.rows`).
+
+        Args:
+            check: Called before each layer; raises to stop.
+        """
+
+        def before_layer(layer_idx: int) -> None:
+            check()
+            self.copy(layer_idx)
+
+        return before_layer
 
     def copy(self, layer_idx: int) -> None:
         """Brings along what one layer holds of the other tokens in the draft's own pages; before that is read."""
