@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheslide_agents.bench.records import numbered_lines, read_turns
-from cacheslide_agents.bench.turns import Turns, TurnSet
-from cacheslide_agents.engine import Prompt, Segment
+from cacheslide_agents.bench.turns import Turns, TurnSet, edited_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,12 +68,8 @@ def sized_turns(
     text = _Text(tokenizer, variant)
     old, new = text.take(old_tokens), text.take(new_tokens)
     system, suffix, query = text.take(system_tokens), text.take(suffix_tokens), text.take(query_tokens)
-    return Turns(
-        id=f"sized-{variant}",
-        first=Prompt([Segment.system(system), Segment.update(old), Segment.suffix(suffix)]),
-        second=Prompt([Segment.system(system), Segment.update(new), Segment.suffix(suffix), Segment.suffix(query)]),
-        answer=" The answer",
-    )
+    first, second = edited_prompts(system, old, new, suffix, query)
+    return Turns(f"sized-{variant}", first, second, answer=" The answer")
 
 
 class _Text:

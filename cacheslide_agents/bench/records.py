@@ -24,7 +24,7 @@ from cacheslide_agents.engine import Prompt, Segment
 from cacheslide_agents.engine.errors import ConfigError, PromptError
 from cacheslide_agents.engine.segments import Role
 
-from .turns import Turns, TurnSet
+from .turns import Turns, TurnSet, edited_prompts
 
 FORMAT = (
     "a record has the texts system, old, new, suffix and query, or the lists first and second of {role, text}, and may "
@@ -54,9 +54,7 @@ class EditRecord(_Record):
 
     def prompts(self) -> tuple[Prompt, Prompt]:
         """The two prompts."""
-        system, suffix = Segment.system(self.system), Segment.suffix(self.suffix)
-        first = Prompt([system, Segment.update(self.old), suffix])
-        return first, Prompt([system, Segment.update(self.new), suffix, Segment.suffix(self.query)])
+        return edited_prompts(self.system, self.old, self.new, self.suffix, self.query)
 
 
 class SegmentRecord(BaseModel):

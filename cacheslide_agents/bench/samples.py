@@ -5,10 +5,8 @@ They show how the command works and how kinds of change differ. They say nothing
 
 from __future__ import annotations
 
-from cacheslide_agents.engine import Prompt, Segment
-
 from ..demo.script import WORKSHOP
-from .turns import Turns, TurnSet
+from .turns import Turns, TurnSet, edited_prompts
 
 _SYSTEM = f"{WORKSHOP.instructions}\n"
 _NOTES = f"Mara: {WORKSHOP.history[0].text}\n\n"
@@ -106,11 +104,5 @@ def _memory_turns(
 def _turns(
     name: str, system: str, old: str, new: str, suffix: str, query: str, answer: str, old_value: str | None = None
 ) -> Turns:
-    before, after = Segment.system(system), Segment.suffix(suffix)
-    return Turns(
-        id=name,
-        first=Prompt([before, Segment.update(old), after]),
-        second=Prompt([before, Segment.update(new), after, Segment.suffix(query)]),
-        answer=answer,
-        old_value=old_value,
-    )
+    first, second = edited_prompts(system, old, new, suffix, query)
+    return Turns(name, first, second, answer, old_value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheslide_agents.engine import Prompt
+from cacheslide_agents.engine import Prompt, Segment
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,10 @@ class TurnSet:
 
     name: str
     turns: tuple[Turns, ...]
+
+
+def edited_prompts(system: str, old: str, new: str, suffix: str, query: str) -> tuple[Prompt, Prompt]:
+    """The prompt before an update was rewritten, and the one after it, which asks something."""
+    before, after = Segment.system(system), Segment.suffix(suffix)
+    first = Prompt([before, Segment.update(old), after])
+    return first, Prompt([before, Segment.update(new), after, Segment.suffix(query)])

@@ -141,9 +141,9 @@ def scratch_beside(target: Path) -> Iterator[Path]:
         CacheFolderError: The disk is full or the folder cannot be written.
     """
     try:
-        for leftover in target.parent.glob(_scratch_prefix(target) + "*"):
+        for leftover in target.parent.glob(scratch_prefix(target) + "*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        scratch = Path(tempfile.mkdtemp(prefix=_scratch_prefix(target), dir=target.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=scratch_prefix(target), dir=target.parent))
     except OSError as error:
         raise unwritable(target.parent, error) from error
     try:
@@ -179,7 +179,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all (temporary file beside it, then rename)."""
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.tmp-", dir=path.parent)
+    handle, scratch = tempfile.mkstemp(prefix=scratch_prefix(path), dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -231,5 +231,6 @@ def source_digest(source: Path, cache: Path) -> str:
     return digest
 
 
-def _scratch_prefix(target: Path) -> str:
+def scratch_prefix(target: Path) -> str:
+    """How the names of what is written beside a target begin until it takes the target's place."""
     return f".{target.name}.tmp-"

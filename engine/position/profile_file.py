@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from ..errors import ConfigError
-from ..model.cache_folder import write_text
+from ..model.cache_folder import scratch_prefix, write_text
 from ..model.identity import ModelIdentity
 from .ccpe import LengthHistogram, PositionProfile
 
@@ -103,7 +103,8 @@ def add_to_file(path: Path, identity: ModelIdentity, observed: Profiles) -> Prof
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(path.name + ".lock"), timeout=LOCK_WAIT_SECONDS):
         profiles = read_profiles(path, identity)
-        for leftover in path.parent.glob(f".{path.name}.tmp-*"):  # of a killed process: the lock's holder alone writes
+        # Of a killed process: the lock's holder alone writes.
+        for leftover in path.parent.glob(scratch_prefix(path) + "*"):
             leftover.unlink(missing_ok=True)
         merge(profiles, observed)
         write_text(path, as_json(profiles, identity))

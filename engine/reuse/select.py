@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 DEMAND_POWER = 0.75
 """How strongly demand counts beside staleness. Below 1 because the answer will look at other tokens than the text
 before it did; powers between 0.5 and 1 did much the same."""
+
+
+def share_of(share: float, num_tokens: int) -> int:
+    """A share of so many tokens, rounded up; a rounding error never adds one."""
+    return min(num_tokens, math.ceil(share * num_tokens - 1e-9))
 
 
 def select_needed(staleness: np.ndarray, demand: np.ndarray, bound: float, cap_share: float) -> np.ndarray:

@@ -8,7 +8,6 @@ elsewhere. Which rule holds is the policies' business; this module decides by it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 from ..attention.interface import Layout
 from ..position.rope import Rotary
 from ..reuse.rules import ByDeviation, TokenGate
+from ..reuse.select import share_of
 from ..reuse.spans import Plan
 from ..slide.assembly import Assembly
 from ..slide.slots import Slots
@@ -100,8 +100,7 @@ class Layerwise:
         Returns:
             (wanted, vocab) float32 on the model's device.
         """
-        tokens = np.flatnonzero(self._is_slid)
-        tokens = np.sort(np.concatenate([self._plan.fresh_tokens(), tokens]))
+        tokens = np.union1d(self._plan.fresh_tokens(), self._plan.slid_tokens())
         assert not self._is_slid[-wanted:].any() and tokens[-wanted] == len(self._token_ids) - wanted
         rows = self._rows(tokens, self._forward.decoder.embed(self._forward.to_device(self._token_ids[tokens])))
         for layer_idx in range(self._forward.num_layers):
@@ -126,7 +125,7 @@ class Layerwise:
         """Keeps the fresh rows and those slid ones that deviate most; the others wait, the most deviating first."""
         deviation, _ = _deviation(kv[self._index(rows.slid)], self._cached(layer_idx, rows))
         order = np.argsort(-deviation.cpu().numpy(), kind="stable")
-        count = min(len(order), math.ceil(self._rule.share * len(order) - 1e-9))
+        count = share_of(self._rule.share, len(order))
         chosen, others = rows.slid[order[:count]], rows.slid[order[count:]]
         self.corrected = np.sort(rows.tokens[chosen])
         if self._rule.gate is not None:
@@ -206,8 +205,8 @@ class Layerwise:
             outputs.append(forward.decoder.finish(layer_idx, rows.hidden[part], attended))
         if lse is not None:
             # A slid token's query is that of its keys: the donor's, unless the token is computed in every layer.
-            own = np.arange(len(rows.tokens)) if self._rule.is_complete else np.flatnonzero(~self._is_slid[rows.tokens])
-            own = own if layer_idx >= self._selection_layer else np.flatnonzero(~self._is_slid[rows.tokens])
+            is_own = self._rule.is_complete and layer_idx >= self._selection_layer
+            own = np.flatnonzero(~self._is_slid[rows.tokens] | is_own)
             if len(own):
                 index = self._index(own)
                 forward.queries.write(layer_idx, self._slots(rows.tokens[own]), query[index], lse[index])
