@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch
 from rich.console import Console
 
+from cacheslide_agents.bench.variants import all_policies
 from cacheslide_agents.engine.config import DtypeName
 from cacheslide_agents.environment import machine
 from cacheslide_agents.files import replace_file
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--quality-repeats", type=int, default=1, help="the same, of each prompt of quality")
     parser.add_argument("--limit", type=int, help="prompts of each family; all by default")
     parser.add_argument("--family", choices=FAMILIES, action="append", help="of quality and sweep; all by default")
+    parser.add_argument("--policy", choices=all_policies(), action="append", help="of quality; all by default")
     parser.add_argument("--dtype", choices=get_args(DtypeName), default="float32", help="of quality and sweep")
     parser.add_argument("--only", choices=PARTS, action="append", help=f"all by default but {' and '.join(LONG)}")
     arguments = parser.parse_args()
@@ -65,7 +67,9 @@ def main() -> int:
         figures["exactness"] = exactness(arguments.limit or 20)
         missed += _show_exactness(console, figures["exactness"])
     if "quality" in wanted:
-        measured = quality.measure(arguments.limit, arguments.quality_repeats, arguments.dtype, families)
+        measured = quality.measure(
+            arguments.limit, arguments.quality_repeats, arguments.dtype, families, arguments.policy or ()
+        )
         figures["quality"] = quality.figures(measured)
         missed += quality.show(console, measured)
         pictures["quality"] = partial(quality.picture, measured)

@@ -83,9 +83,9 @@ def key_similarity(engine: Engine) -> dict[str, Any]:
             first, second, suffix_tokens = _shifted(engine, number, shift)
             session = f"{number} {shift}"
             engine.generate(first, SamplingParams(max_tokens=1), session=session)
-            full = engine.keys_values(second, policy="recompute")[:, -suffix_tokens:-1]
-            aligned = engine.keys_values(second, session=session, policy="slide")[:, -suffix_tokens:-1]
-            unaligned = engine.keys_values(first, policy="recompute")[:, -suffix_tokens:-1]
+            full = engine.trace(second, policy="recompute").keys_values[:, -suffix_tokens:-1]
+            aligned = engine.trace(second, session=session, policy="slide").keys_values[:, -suffix_tokens:-1]
+            unaligned = engine.trace(first, policy="recompute").keys_values[:, -suffix_tokens:-1]
             rows["aligned"].append(mean(cksim_by_layer(aligned, full)[0]))
             rows["unaligned"].append(mean(cksim_by_layer(unaligned, full)[0]))
             engine.forget(session)

@@ -94,24 +94,31 @@ class Target:
         return " / ".join(f"{value:.2g}" for value in (min(self.by_prompt), *quartiles, max(self.by_prompt)))
 
 
-def compared() -> list[Variant]:
-    """The variants: every policy, `slide` at its cap and without correction, and `slide` at each rival's cost."""
-    policies = all_policies()
+def compared(policies: Sequence[str] = ()) -> list[Variant]:
+    """The variants: policies, `slide` at its cap and without correction, and `slide` at each rival's cost.
+
+    Args:
+        policies: Names; none takes all. `slide` is always there.
+    """
+    wanted = variants([*policies, "slide"] if policies else all_policies())
+    names = [variant.name for variant in wanted]
     whole = {"staleness_bound": 0.0}
     return [
-        *variants(policies),
+        *wanted,
         Variant(CAP, "slide", {**whole, "correction_share": CAP_SHARE}),
         Variant(UNCORRECTED, "slide", {"correction_share": 0.0}),
-        *(Variant(_as(rival), "slide", whole, computes_like=rival) for rival in RIVALS if rival in policies),
+        *(Variant(_as(rival), "slide", whole, computes_like=rival) for rival in RIVALS if rival in names),
     ]
 
 
-def measure(limit: int | None, repeats: int, dtype: DtypeName, families: Sequence[str]) -> Measured:
-    """Measures the families, all prompts of each or the first `limit`."""
+def measure(
+    limit: int | None, repeats: int, dtype: DtypeName, families: Sequence[str], policies: Sequence[str] = ()
+) -> Measured:
+    """Measures the families, all prompts of each or the first `limit`, under some policies or all."""
     require_metrics()
     measured: Measured = {}
     with Engine.load(measuring_config(dtype)) as engine:
-        comparison = Comparison(engine, compared(), repeats=repeats)
+        comparison = Comparison(engine, compared(policies), repeats=repeats)
         measure_sets(comparison, [family_turns(family, limit) for family in families], measured, [], print)
     return measured
 

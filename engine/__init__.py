@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .receipt import Receipt
+    from .run.comparison import Trace
     from .run.drift import Drift
     from .run.request import Output, Piece
     from .segments import Prompt, Segment
@@ -51,6 +52,7 @@ __all__ = [
     "RequestCancelledError",
     "SamplingParams",
     "Segment",
+    "Trace",
     "UnsupportedModelError",
 ]
 
@@ -67,5 +69,6 @@ if not TYPE_CHECKING:
         "Receipt": f"{__name__}.receipt",
         "SamplingParams": f"{__name__}.config",
         "Segment": f"{__name__}.segments",
+        "Trace": f"{__name__}.run.comparison",
     }
     __getattr__, __dir__ = lazy_names(__name__, {name: _HOMES.get(name, f"{__name__}.errors") for name in __all__})

@@ -22,7 +22,7 @@ from .model.identity import ModelIdentity
 from .model.loading import load_model
 from .position.profile_file import ProfileBook
 from .run import answering
-from .run.comparison import Comparison
+from .run.comparison import Comparison, Trace
 from .run.drift import Drift
 from .run.forward import Forward
 from .run.preparation import Preparation
@@ -230,24 +230,21 @@ class Engine:
         token_ids = continuation_ids(continuation, self.tokenizer)
         return self._scheduler.call(partial(self._comparison.logits, call, token_ids))
 
-    def keys_values(
+    def trace(
         self,
         prompt: Prompt,
-        *,
+        *continuations: str | Sequence[int],
         session: str | None = None,
         namespace: str | None = None,
         policy: PolicyName | None = None,
-    ) -> torch.Tensor:
-        """K and V of a prompt as a policy would leave them, for measuring drift; nothing is stored.
+    ) -> Trace:
+        """K and V of a prompt as a policy would leave them, and the logits along some continuations; nothing is stored.
 
-        Arguments and errors are those of `generate`.
-
-        Returns:
-            (layers, tokens, 2 * kv_heads, head_dim), the cache's dtype, on the model's device: keys, rotated at the
-            prompt's positions, before values.
+        Arguments and errors are those of `logits`; the prompt is computed once for all continuations.
         """
         call = checked_call(prompt, session, namespace, policy, self.config)
-        return self._scheduler.call(partial(self._comparison.keys_values, call))
+        token_ids = [continuation_ids(continuation, self.tokenizer) for continuation in continuations]
+        return self._scheduler.call(partial(self._comparison.trace, call, token_ids))
 
     def drift(
         self,

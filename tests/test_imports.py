@@ -216,6 +216,7 @@ def test_public_names_are_these_when_listed() -> None:
         "RequestCancelledError",
         "SamplingParams",
         "Segment",
+        "Trace",
         "UnsupportedModelError",
     ]
 

@@ -213,23 +213,22 @@ class Comparison:
         return measurements
 
     def _scores(self, turns: Turns, variant: Variant, answer: str | list[int]) -> _Scores:
-        engine = self._engine
-        where: dict[str, Any] = {
-            "session": _SESSION,
-            "namespace": _namespace(variant.policy),
-            "policy": variant.policy,
-        }
-        logits = engine.logits(turns.second, answer, **where)
-        old_value = None
+        old = None
         if turns.old_value is not None and not self._brief:
-            ids = torch.tensor(
-                engine.tokenizer.encode(_continuing(turns, turns.old_value), add_special_tokens=False),
-                device=logits.device,
-            )
-            old = engine.logits(turns.second, ids.tolist(), **where)
-            old_value = float(old.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).sum())
-        kv = None if self._brief else engine.keys_values(turns.second, **where)
-        return _Scores(logits, old_value, kv)
+            old = self._engine.tokenizer.encode(_continuing(turns, turns.old_value), add_special_tokens=False)
+        trace = self._engine.trace(
+            turns.second,
+            answer,
+            *([] if old is None else [old]),
+            session=_SESSION,
+            namespace=_namespace(variant.policy),
+            policy=variant.policy,
+        )
+        old_value = None
+        if old is not None:
+            logits = trace.logits[1].log_softmax(-1)
+            old_value = float(logits.gather(-1, torch.tensor(old, device=logits.device).unsqueeze(-1)).sum())
+        return _Scores(trace.logits[0], old_value, None if self._brief else trace.keys_values)
 
     def _answer(self, turns: Turns, variant: Variant, max_tokens: int) -> Output:
         return self._engine.generate(

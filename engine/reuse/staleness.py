@@ -1,14 +1,18 @@
 """What stored queries say about cached keys: how stale slid tokens are, and how much they are in demand.
 
-*Staleness* is two-sided: *gone mass* is the attention that a token paid to donor tokens that the prompt no longer has;
-*new mass* is what it would pay to tokens that were not there, e / (1 + e) with e = Σ exp(q·k − lse). What a token was
-left with by earlier turns (its debt) is added by the caller. *Demand* is the attention that new text pays to a token.
-All are averaged over the heads of the probe layers.
+*Staleness* is two-sided. A token paid attention to donor tokens that the prompt no longer has (*gone mass*), and would
+pay attention e / (1 + e), e = Σ exp(q·k − lse), to tokens that were not there (*new mass*). Each brings values along:
+where what is new says the same as what is gone, the token hardly changes. So a token is as stale as the sum that its
+attention gathers from new values differs from the one it gathered from gone ones, measured by these values' mean norm.
+What it was left with by earlier turns (its debt) is added by the caller; by the triangle inequality that bounds the
+change over all turns. *Demand* is the attention that new text pays to a token. All are averaged over the heads of the
+probe layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +26,9 @@ from ..slide.queries import StoredQueries
 
 CHUNK_SCORES = 1 << 21
 """Most scores worked on at a time, over all heads."""
+
+_MAX_SCORE = 60.0
+"""Larger ones are cut, so that sums of their exponentials stay finite in float32."""
 
 
 class Keys:
@@ -37,105 +44,155 @@ class Keys:
         self.slots = torch.from_numpy(table.slots(tokens)).to(device)
 
 
+@dataclass(frozen=True)
 class Asking:
-    """Stored queries that ask: where they lie, and from where in the keys' sequence they look.
+    """From where stored queries look at some keys.
 
     Attributes:
+        keys: What is asked about.
         tokens: (rows,) int64: token index of each query in the keys' sequence; it sees only keys before it.
-        slots: (rows,) int64, on the pool's device: where the queries lie.
         turns: (rows,) int64: positions by which each query is turned before it meets the keys.
     """
 
-    def __init__(self, tokens: np.ndarray, slots: Tensor, turns: np.ndarray) -> None:
-        self.tokens = tokens
-        self.slots = slots
-        self.turns = turns
+    keys: Keys
+    tokens: np.ndarray
+    turns: np.ndarray
 
 
-def attention_mass(
-    pool: PagePool, queries: StoredQueries, spec: ModelSpec, asking: Asking, keys: Keys, *, bounded: bool
+def attention_change(
+    pool: PagePool, queries: StoredQueries, spec: ModelSpec, slots: Tensor, gone: Asking, new: Asking
 ) -> Tensor:
-    """How much attention each of some stored queries pays to some keys, as a share of what it paid in all.
+    """How much the attention of each of some stored queries changes when some keys go and others come.
 
     Args:
-        pool: Holds the keys.
+        pool: Holds keys and values.
         queries: Holds the queries.
         spec: The model's geometry.
-        asking: Which queries.
-        keys: What is asked about.
-        bounded: Whether the sum e becomes e / (1 + e), for keys that were not among those paid for.
+        slots: (rows,) int64, on the pool's device: where the queries lie; their log-sum-exps have seen the gone keys
+            and no new one.
+        gone: How the queries look at the keys that go.
+        new: How they look at the keys that come.
 
     Returns:
-        (rows,) float32: mean over layers and heads, from 0 to 1.
+        (rows,) float32: ‖new values' sum − gone values' sum‖ by the mean norm of all these values, mean over layers
+        and heads; 0 where neither is seen, about 1 where attention turns from some to others altogether.
     """
-    total = torch.zeros(len(asking.tokens), dtype=torch.float32, device=pool.kv.device)
-    if not len(keys.tokens):
+    total = torch.zeros(len(slots), dtype=torch.float32, device=pool.kv.device)
+    sides = [_Side(pool, spec, asking) for asking in (gone, new) if len(asking.keys.tokens)]
+    if not sides or not len(slots):
         return total
-    for part, scores in _scores(pool, queries, spec, asking, keys):
-        mass = scores.exp_().sum(-1)
-        # e / (1 + e), which also holds where e is too large for float32.
-        total[part] += (mass.log_().sigmoid_() if bounded else mass.clamp_max_(1.0)).mean((1, 2))
+    for layer_idx in queries.layers:
+        query, lse = queries.read(layer_idx, slots)
+        for side in sides:
+            side.read(layer_idx, query)
+        norms = torch.cat([side.value.norm(dim=-1) for side in sides], 1).mean(1)
+        for part in _chunks(len(slots), spec.num_heads * sum(len(side.keys.tokens) for side in sides)):
+            change = torch.zeros((), device=total.device)
+            for side in sides:
+                weights = side.weights(part, lse)
+                paid = weights.sum(-1, keepdim=True)
+                gathered = weights @ side.value
+                change = (
+                    change - gathered / paid.clamp_min(1.0) if side.asking is gone else change + gathered / (1 + paid)
+                )
+            sizes = change.norm(dim=-1) / norms.clamp_min(1e-30).unsqueeze(1)
+            total[part] += sizes.view(spec.num_kv_heads, part.stop - part.start, -1).mean((0, 2))
     return total / max(1, len(queries.layers))
 
 
-def demand(pool: PagePool, queries: StoredQueries, spec: ModelSpec, asking: Asking, keys: Keys) -> Tensor:
+def demand(pool: PagePool, queries: StoredQueries, spec: ModelSpec, slots: Tensor, asking: Asking) -> Tensor:
     """How much attention each of some keys gets from some stored queries.
 
     Args:
         pool: Holds the keys.
         queries: Holds the queries.
         spec: The model's geometry.
-        asking: Which queries; their log-sum-exps have seen the keys.
-        keys: What is asked about.
+        slots: (rows,) int64, on the pool's device: where the queries lie; their log-sum-exps have seen the keys.
+        asking: How they look at the keys.
 
     Returns:
         (keys,) float32: mean over layers, heads and queries, from 0 to 1; at most 1 over all keys of a sequence.
     """
-    total = torch.zeros(len(keys.tokens), dtype=torch.float32, device=pool.kv.device)
-    if not len(keys.tokens):
+    total = torch.zeros(len(asking.keys.tokens), dtype=torch.float32, device=pool.kv.device)
+    if not len(total) or not len(slots):
         return total
-    for _, scores in _scores(pool, queries, spec, asking, keys):
-        total += scores.exp_().sum((0, 1, 2))
-    return total / max(1, len(queries.layers) * len(asking.tokens) * spec.num_heads)
-
-
-def _scores(
-    pool: PagePool, queries: StoredQueries, spec: ModelSpec, asking: Asking, keys: Keys
-) -> Iterator[tuple[slice, Tensor]]:
-    """Scaled scores less log-sum-exp, layer by layer and some rows at a time.
-
-    Yields:
-        The rows, and (rows, kv_heads, group, keys) float32, −inf where a query does not see a key; may be changed.
-    """
-    rows, heads, device = len(asking.tokens), spec.num_heads, pool.kv.device
-    askers, asked = (torch.from_numpy(tokens).to(device) for tokens in (asking.tokens, keys.tokens))
-    turn: Rotary | None = None
-    if np.any(asking.turns):
-        turn = turn_by(torch.from_numpy(asking.turns), spec.rope, device)
-    chunk = max(1, CHUNK_SCORES // (heads * len(keys.tokens)))
+    side = _Side(pool, spec, asking)
     for layer_idx in queries.layers:
-        window = spec.windows[layer_idx]
-        key = pool.layer(layer_idx)[:, : spec.num_kv_heads].index_select(0, keys.slots).float()
-        key = key.permute(1, 2, 0)  # (kv_heads, head_dim, keys)
-        query, lse = queries.read(layer_idx, asking.slots)
-        if turn is not None:
-            query = rotate_keys(query, turn, spec.rope)
-        for start in range(0, rows, chunk):
-            part = slice(start, start + chunk)
-            grouped = query[part].view(-1, spec.num_kv_heads, heads // spec.num_kv_heads, spec.head_dim)
-            count = len(grouped)
-            folded = grouped.transpose(0, 1).reshape(spec.num_kv_heads, -1, spec.head_dim)
-            scores = (folded @ key).view(spec.num_kv_heads, count, -1, len(keys.tokens)).transpose(0, 1)
-            scores = scores.mul_(spec.attention_scale) - lse[part].view(count, spec.num_kv_heads, -1, 1)
-            # Some rows at a time too: a mask of all would take gigabytes for a long prompt.
-            if window is not None or asking.tokens[part].min() <= keys.tokens[-1]:
-                scores.masked_fill_(_hidden(askers[part], asked, window).view(count, 1, 1, -1), -torch.inf)
-            yield part, scores
+        query, lse = queries.read(layer_idx, slots)
+        side.read(layer_idx, query)
+        for part in _chunks(len(slots), spec.num_heads * len(total)):
+            total += side.weights(part, lse).sum((0, 1))
+    return total / max(1, len(queries.layers)) / (len(slots) * spec.num_heads)
 
 
-def _hidden(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """(rows, keys) True where a query does not see a key; both are token indices (n,) int64."""
-    hidden = keys >= queries.unsqueeze(1)
-    if window is not None:
-        hidden |= keys <= queries.unsqueeze(1) - window
-    return hidden
+def _chunks(rows: int, scores_per_row: int) -> Iterator[slice]:
+    step = max(1, CHUNK_SCORES // scores_per_row)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+class _Side:
+    """Stored queries over some keys, one probe layer after another.
+
+    Attributes:
+        asking: How they look at them.
+        keys: What they look at.
+        value: (kv_heads, keys, head_dim) float32: of the layer read last.
+    """
+
+    value: Tensor
+
+    def __init__(self, pool: PagePool, spec: ModelSpec, asking: Asking) -> None:
+        device = pool.kv.device
+        self.asking = asking
+        self.keys = asking.keys
+        self._pool = pool
+        self._spec = spec
+        self._tokens = torch.from_numpy(asking.tokens).to(device)
+        self._key_tokens = torch.from_numpy(self.keys.tokens).to(device)
+        turned = bool(np.any(asking.turns))
+        self._turn: Rotary | None = turn_by(torch.from_numpy(asking.turns), spec.rope, device) if turned else None
+
+    def read(self, layer_idx: int, query: Tensor) -> None:
+        """Takes a layer's keys and values, and its queries (rows, heads, head_dim) float32."""
+        spec = self._spec
+        key, self.value = (
+            self._pool.layer(layer_idx)
+            .index_select(0, self.keys.slots)
+            .float()
+            .transpose(0, 1)
+            .split(spec.num_kv_heads)
+        )
+        if self._turn is not None:
+            query = rotate_keys(query, self._turn, spec.rope)
+        self._key = key.transpose(1, 2) * spec.attention_scale
+        self._query = query.view(len(query), spec.num_kv_heads, -1, spec.head_dim).transpose(0, 1)
+        self._window = spec.windows[layer_idx]
+
+    def weights(self, part: slice, lse: Tensor) -> Tensor:
+        """exp(scaled scores − lse) of some rows, 0 where a query does not see a key.
+
+        Args:
+            part: Which rows.
+            lse: (rows, heads) float32: of all rows.
+
+        Returns:
+            (kv_heads, rows * group, keys) float32.
+        """
+        heads, keys = self._spec.num_kv_heads, len(self.keys.tokens)
+        scores = self._query[:, part].flatten(1, 2) @ self._key
+        by_row = scores.view(heads, part.stop - part.start, -1, keys)
+        by_row -= lse[part].view(part.stop - part.start, heads, -1).transpose(0, 1).unsqueeze(-1)
+        # Some rows at a time too: a mask of all would take gigabytes for a long prompt.
+        if self._window is not None or self.asking.tokens[part].min() <= self.keys.tokens[-1]:
+            by_row.masked_fill_(self._hidden(part).unsqueeze(1), -torch.inf)
+        weights: Tensor = scores.clamp_max_(_MAX_SCORE).exp_()
+        return weights
+
+    def _hidden(self, part: slice) -> Tensor:
+        """(rows, keys) True where a query does not see a key."""
+        rows = self._tokens[part].unsqueeze(1)
+        hidden: Tensor = self._key_tokens >= rows
+        if self._window is not None:
+            hidden |= self._key_tokens <= rows - self._window
+        return hidden

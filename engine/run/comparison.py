@@ -6,8 +6,8 @@ business; only drift knows that `recompute` is the full prefill.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,24 @@ from torch import Tensor
 from ..reuse.spans import Plan
 from .drift import Drift, measure
 from .preparation import Preparation
+from .prepared import Prepared
 from .request import Call
+
+_ANY_TOKEN = np.zeros(1, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a policy leaves behind a prompt, on the model's device.
+
+    Attributes:
+        keys_values: (layers, tokens, 2 * kv_heads, head_dim), the cache's dtype, of the prompt's tokens: keys, rotated
+            at the prompt's positions, before values. A copy.
+        logits: For each continuation (its tokens, vocab) float32: the logits before each of its tokens.
+    """
+
+    keys_values: Tensor
+    logits: tuple[Tensor, ...]
 
 
 class Comparison:
@@ -49,19 +66,28 @@ class Comparison:
             self._pool.release(prepared.assembly.table.pages)
 
     @torch.inference_mode()
-    def keys_values(self, call: Call) -> Tensor:
-        """K and V of a prompt's tokens as the policy would leave them.
+    def trace(self, call: Call, continuations: Sequence[np.ndarray]) -> Trace:
+        """What the policy leaves behind a prompt; the prompt is computed once for all continuations.
 
-        Returns:
-            (layers, tokens, 2 * kv_heads, head_dim), the pool's dtype: keys, rotated at the prompt's positions, before
-            values. A copy, on the model's device.
+        Args:
+            call: What is asked.
+            continuations: (tokens,) int64 each, at least one token.
 
         Raises:
             PromptError: A token id is not the model's.
-            ContextLengthError: The prompt does not fit.
+            ContextLengthError: Prompt and longest continuation do not fit.
         """
-        _, _, kv = self._copied(call, lambda plan: np.arange(plan.num_tokens))
-        return kv
+        for continuation in continuations:
+            self._preparation.check_ids(continuation)
+        longest = max(continuations, key=len, default=_ANY_TOKEN)
+        prepared = self._preparation.prepare(call, longest[:-1])
+        try:
+            logits = self._preparation.prefill(prepared, wanted=len(longest))
+            kv = self._copy(prepared, np.arange(len(prepared.asked.encoded)))
+            behind = [logits if each is longest else self._behind(prepared, logits, each) for each in continuations]
+            return Trace(kv, tuple(behind))
+        finally:
+            self._pool.release(prepared.assembly.table.pages)
 
     @torch.inference_mode()
     def drift(self, call: Call) -> Drift:
@@ -83,11 +109,26 @@ class Comparison:
             (layers, n, 2 * kv_heads, head_dim).
         """
         prepared = self._preparation.prepare(call)
-        table = prepared.assembly.table
         try:
             logits = self._preparation.prefill(prepared, wanted=1)[-1]
             tokens = wanted(prepared.plan)
-            slots = torch.from_numpy(table.slots(tokens)).to(self._pool.kv.device)
-            return tokens, logits, self._pool.kv.index_select(1, slots)
+            return tokens, logits, self._copy(prepared, tokens)
         finally:
-            self._pool.release(table.pages)
+            self._pool.release(prepared.assembly.table.pages)
+
+    def _copy(self, prepared: Prepared, tokens: np.ndarray) -> Tensor:
+        """K and V of some tokens (n,) int64: (layers, n, 2 * kv_heads, head_dim)."""
+        slots = torch.from_numpy(prepared.assembly.table.slots(tokens)).to(self._pool.kv.device)
+        return self._pool.kv.index_select(1, slots)
+
+    def _behind(self, prepared: Prepared, logits: Tensor, continuation: np.ndarray) -> Tensor:
+        """The logits before each token of a continuation, computed in the place of the one that `logits` are of."""
+        if len(continuation) == 1:
+            return logits[:1]
+        start = len(prepared.asked.encoded)
+        tokens = np.arange(start, start + len(continuation) - 1)
+        positions, table = prepared.plan.positions[tokens], prepared.assembly.table
+        forward = self._preparation.forward
+        rows = forward.rows(continuation[:-1], positions, tokens, table, wanted=len(tokens))
+        assert rows is not None
+        return torch.cat([logits[:1], rows])

@@ -16,8 +16,9 @@ from ..reuse.diff import common_prefix_tokens
 from ..reuse.index import CachedSequence
 from ..reuse.select import select_needed
 from ..reuse.spans import Plan, Span
-from ..reuse.staleness import Asking, Keys, attention_mass, demand
+from ..reuse.staleness import Asking, Keys, attention_change, demand
 from ..slide.assembly import Assembly
+from ..slide.block_table import BlockTable
 from ..slide.pages import PagePool
 from ..slide.queries import StoredQueries
 
@@ -94,38 +95,36 @@ class Correction:
 
     def _demand(self, slid: np.ndarray) -> np.ndarray:
         """(slid,) float32: what the new text behind the slid tokens pays to each of them."""
-        table, device = self._assembly.table, self._pool.kv.device
-        asking = Asking(
-            self._asking,
-            torch.from_numpy(table.slots(self._asking)).to(device),
-            np.zeros(len(self._asking), dtype=np.int64),
-        )
-        paid: np.ndarray = (
-            demand(self._pool, self._queries, self._spec, asking, Keys(slid, table, device)).cpu().numpy()
-        )
+        keys = Keys(slid, self._assembly.table, self._pool.kv.device)
+        asking = Asking(keys, self._asking, np.zeros(len(self._asking), dtype=np.int64))
+        slots = self._slots(self._assembly.table, self._asking)
+        paid: np.ndarray = demand(self._pool, self._queries, self._spec, slots, asking).cpu().numpy()
         return paid
 
     def _owed(self, slid: np.ndarray) -> np.ndarray:
-        """(slid,) float32: gone mass plus new mass of this turn."""
+        """(slid,) float32: how much each one's attention changed with this turn."""
         donor, plan, device = self._donor, self._plan, self._pool.kv.device
         donor_tokens = np.concatenate([_source_tokens(span) for span in self._spans])
-        slots = torch.from_numpy(donor.table.slots(donor_tokens)).to(device)
         recorded = donor.query_positions[donor_tokens]
-
-        def mass(keys: Keys, tokens: np.ndarray, positions: np.ndarray, *, bounded: bool) -> np.ndarray:
-            asking = Asking(tokens, slots, positions - recorded)
-            paid: np.ndarray = (
-                attention_mass(self._pool, self._queries, self._spec, asking, keys, bounded=bounded).cpu().numpy()
-            )
-            return paid
-
         same = common_prefix_tokens(self._token_ids, donor.token_ids)
-        gone = _others(donor_tokens, same)
-        new = _others(slid, same)
-        gone_mass = mass(Keys(gone, donor.table, device), donor_tokens, donor.positions[donor_tokens], bounded=False)
-        new_mass = mass(Keys(new, self._assembly.table, device), slid, plan.positions[slid], bounded=True)
-        owed: np.ndarray = gone_mass + new_mass
-        return owed
+        gone = Keys(_others(donor_tokens, same), donor.table, device)
+        new = Keys(_others(slid, same), self._assembly.table, device)
+        changed: np.ndarray = (
+            attention_change(
+                self._pool,
+                self._queries,
+                self._spec,
+                self._slots(donor.table, donor_tokens),
+                gone=Asking(gone, donor_tokens, donor.positions[donor_tokens] - recorded),
+                new=Asking(new, slid, plan.positions[slid] - recorded),
+            )
+            .cpu()
+            .numpy()
+        )
+        return changed
+
+    def _slots(self, table: BlockTable, tokens: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(table.slots(tokens)).to(self._pool.kv.device)
 
 
 def _donor(spans: list[Span], sequences: Mapping[int, CachedSequence]) -> CachedSequence:

@@ -7,13 +7,19 @@ token's K and V, so pages are shared, moved and dropped together with them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..model.spec import ModelSpec
 from .slots import Slots
 
-MAX_PROBES = 5
+MAX_PROBES = 3
+MIDDLE = (0.2, 0.8)
+"""The part of the model's depth that probe layers lie in if it has room. Attention tells most there: staleness measured
+in the middle goes best with how far a token really is from a full prefill."""
+
 MAX_SHARE = 0.15
 """Most bytes that stored queries may take, as a share of the K and V beside them."""
 
@@ -22,7 +28,7 @@ _SCALES = (2.0**-24, 65504.0)  # what float16 holds, without zero
 
 
 def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
-    """The layers whose queries are stored: up to five, spread evenly, as many as `MAX_SHARE` allows.
+    """The layers whose queries are stored: up to three in the middle, as many as `MAX_SHARE` allows.
 
     Layer 0 is never one of them: its keys depend on the token alone. Nor is the last, which not every row enters.
     Layers that see everything are preferred to those with a sliding window.
@@ -31,7 +37,9 @@ def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
     usable = [layer for layer in inner if spec.windows[layer] is None] or list(inner)
     affordable = int(MAX_SHARE * spec.kv_bytes_per_token(kv_dtype) / _probe_bytes(spec))
     count = min(MAX_PROBES, len(usable), affordable)
-    return tuple(usable[int((idx + 0.5) * len(usable) / count)] for idx in range(count))
+    middle = usable[int(MIDDLE[0] * len(usable)) : math.ceil(MIDDLE[1] * len(usable))]
+    spread = middle if len(middle) >= count else usable
+    return tuple(spread[int((idx + 0.5) * len(spread) / count)] for idx in range(count))
 
 
 def query_bytes_per_token(spec: ModelSpec, kv_dtype: torch.dtype) -> int:

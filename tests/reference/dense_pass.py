@@ -47,39 +47,50 @@ class DensePass:
         keys = self.keys[layer_idx]
         return _scores(self.decoder, layer_idx, self.queries[layer_idx], keys, np.arange(len(keys)))
 
-    def mass(self, layers: tuple[int, ...], keys: np.ndarray) -> Tensor:
-        """(tokens,): the attention that each token paid to some of the others, mean over layers and heads."""
-        paid = [self.scores(layer_idx).softmax(-1)[..., torch.from_numpy(keys)].sum(-1) for layer_idx in layers]
-        return torch.stack(paid).mean((0, 1))
+    def values(self, layer_idx: int) -> Tensor:
+        """(heads, tokens, head_dim) float64: every value head once for each of its query heads."""
+        spec = self.decoder.spec
+        values = self.kv[layer_idx][:, spec.num_kv_heads :].double().transpose(0, 1)
+        return values.repeat_interleave(spec.num_heads // spec.num_kv_heads, 0)
 
-    def new_mass(
+    def change(
         self,
         layers: tuple[int, ...],
         rows: np.ndarray,
+        gone: np.ndarray,
         turn: int,
         tokens: np.ndarray,
         other: DensePass,
-        keys: np.ndarray,
+        new: np.ndarray,
     ) -> Tensor:
-        """(rows,): what some tokens would pay to new keys, in one softmax over these and all that they saw before.
+        """(rows,): how far the values that tokens gather from new keys are from those they gathered from gone ones.
+
+        New keys are weighed in one softmax over these and all that the tokens saw before. The distance is measured by
+        the mean norm of the head's gone and new values; mean over layers and heads.
 
         Args:
             layers: To take the mean over.
             rows: The tokens.
-            turn: Positions by which they move.
+            gone: The gone keys' places in this text.
+            turn: Positions by which the tokens move.
             tokens: Their places in the text that has the new keys.
             other: That text.
-            keys: The new keys' places in it.
+            new: The new keys' places in it.
         """
-        paid = []
+        distances = []
+        rope = self.decoder.spec.rope
         for layer_idx in layers:
-            old = self.scores(layer_idx)[:, torch.from_numpy(rows)]
-            query, rope = self.queries[layer_idx][torch.from_numpy(rows)], self.decoder.spec.rope
+            before = self.scores(layer_idx)[:, torch.from_numpy(rows)]
+            query = self.queries[layer_idx][torch.from_numpy(rows)]
             query = rotate_directly(query, torch.full((len(rows),), turn), rope.inv_freq, 1.0)
-            new_keys = other.keys[layer_idx][torch.from_numpy(keys)]
-            new = _scores(self.decoder, layer_idx, query, new_keys, keys, tokens)
-            paid.append(torch.cat((old, new), -1).softmax(-1)[..., old.shape[-1] :].sum(-1))
-        return torch.stack(paid).mean((0, 1))
+            coming = _scores(self.decoder, layer_idx, query, other.keys[layer_idx][torch.from_numpy(new)], new, tokens)
+            came = torch.cat((before, coming), -1).softmax(-1)[..., before.shape[-1] :]
+            left = before.softmax(-1)[..., torch.from_numpy(gone)]
+            gone_values = self.values(layer_idx)[:, torch.from_numpy(gone)]
+            new_values = other.values(layer_idx)[:, torch.from_numpy(new)]
+            norm = torch.cat((gone_values, new_values), 1).norm(dim=-1).mean(1)
+            distances.append((came @ new_values - left @ gone_values).norm(dim=-1) / norm[:, None])
+        return torch.stack(distances).mean((0, 1))
 
 
 def _scores(

@@ -7,7 +7,7 @@ the answer. Which slid tokens are corrected is chosen by their staleness and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,27 +48,49 @@ class Slide:
 
     def plan(self, request: PlanRequest) -> Plan:
         """Exact, slid and fresh spans; the engine selects what to correct, at most `correction_share`."""
-        spans, runs = slid_spans(request)
+        corrects = request.config.correction_share > 0.0
+        spans, runs = slid_spans(request, worthwhile if corrects else list)
         rule = ByStaleness(request.config.staleness_bound, request.config.correction_share)
         return Plan(
             spans=tuple(spans),
             positions=request.positions,
-            correction=rule if runs and request.config.correction_share > 0.0 else None,
+            correction=rule if runs and corrects else None,
             policy=self.name,
         )
 
 
-def slid_spans(request: PlanRequest) -> tuple[list[Span], list[SlidRun]]:
-    """The spans of a prompt whose unchanged text slides, and the slid runs among them."""
+def slid_spans(
+    request: PlanRequest, chosen: Callable[[list[SlidRun]], list[SlidRun]] = list
+) -> tuple[list[Span], list[SlidRun]]:
+    """The spans of a prompt whose unchanged text slides, and the slid runs among them.
+
+    Args:
+        request: What is planned.
+        chosen: Which of the runs that could slide do.
+    """
     exact = exact_span(request)
     spans = [exact] if exact else []
     donor, runs = _best_donor(request, len(exact) if exact else 0)
+    runs = chosen(runs)
     for run in runs:
         for start, stop in _pieces(run.tokens):
             add_fresh(spans, start)
             spans.append(Span(start, stop, "slid", donor, run.source_start + start - run.start, run.after_change))
     add_fresh(spans, len(request.prompt))
     return spans, runs
+
+
+def worthwhile(runs: list[SlidRun]) -> list[SlidRun]:
+    """Those runs that save work if tokens in them are corrected.
+
+    Fresh text between two slid runs is computed before anything is corrected, and again over what is corrected before
+    it. So a run that is no longer than the text between it and the next one is better computed with that text.
+    """
+    kept = runs[-1:]
+    for run in runs[-2::-1]:
+        if len(run.tokens) > kept[0].tokens[0] - run.tokens[-1] - 1:
+            kept.insert(0, run)
+    return kept
 
 
 def _best_donor(request: PlanRequest, exact_tokens: int) -> tuple[int | None, list[SlidRun]]:

@@ -58,7 +58,7 @@ class Watched:
     def check(self, **rule: Any) -> DenseCorrection:
         """K, V, logits, what was corrected and the work done equal the dense pass's."""
         receipt = self.engine.generate(SECOND, ONE, session="s", policy=self.policy, store=False).receipt
-        kv = self.engine.keys_values(SECOND, session="s", policy=self.policy)
+        kv = self.engine.trace(SECOND, session="s", policy=self.policy).keys_values
         dense = self.dense(self.ids, **rule)
         expected, _ = dense.run()
         assert self.plan is not None and self.plan.corrected.tolist() == sorted(dense.corrected)
@@ -156,10 +156,10 @@ def test_deviation_corrects_by_its_share_and_keeps_its_donor_as_it_was() -> None
     for share in (0.0, 0.01, 0.5):
         watched = Watched("llama", "deviation", deviation_share=share)
         with watched.engine as engine:
-            before = engine.keys_values(FIRST, session="s", policy="prefix")
+            before = engine.trace(FIRST, session="s", policy="prefix").keys_values
             receipt = engine.generate(SECOND, ONE, session="s", policy="deviation").receipt
             assert receipt.corrected_tokens == int(np.ceil(share * receipt.slid_tokens))
-            assert engine.keys_values(FIRST, session="s", policy="prefix").equal(before)
+            assert engine.trace(FIRST, session="s", policy="prefix").keys_values.equal(before)
 
 
 def test_less_is_reused_when_the_pool_is_full() -> None:

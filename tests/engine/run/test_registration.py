@@ -58,7 +58,7 @@ def assert_equals(engine: Engine, prompt: Prompt, policy: PolicyName, cached: li
     rows = len(continued) - len(ids)
     padded = [torch.cat((kv, torch.zeros(rows, *kv.shape[1:]))) for kv in cached]
     expected = over_cached(decoder(engine), continued, padded, reused)
-    kv = engine.keys_values(prompt, session="s", policy=policy)
+    kv = engine.trace(prompt, session="s", policy=policy).keys_values
     for layer_idx, wanted in enumerate(expected.kv):
         torch.testing.assert_close(kv[layer_idx], wanted[: len(ids)], atol=2e-4, rtol=1e-4)
     logits = engine.logits(prompt, ANSWER, session="s", policy=policy)
