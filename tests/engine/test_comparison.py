@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
-from cacheslide_agents.engine.errors import ConfigError
-from tests.engine.turns import FEW, first_turn, second_turn, tiny_engine
+from cacheslide_agents.engine.errors import ConfigError, PromptError
+from tests.engine.turns import ANSWER, FEW, first_turn, second_turn, tiny_engine
 
 
 @pytest.fixture
@@ -69,3 +70,33 @@ def test_both_settings_change_when_two_threads_adjust_at_once(engine):
     config = engine.config
     assert config is engine._runner.preparation.config
     assert (config.correction_share, config.max_hops, config.min_slide_tokens) == (0.5, 3, 5)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "prefix", "head", "slide", "deviation"])
+def test_a_trace_has_the_logits_of_each_continuation_when_there_are_several(engine, policy):
+    before = engine.stats()
+    continuations = [[17], ANSWER, [20, 21, 22], ANSWER + ", or so they say"]
+    trace = engine.trace(second_turn(), *continuations, session="s", policy=policy)
+    for logits, continuation in zip(trace.logits, continuations, strict=True):
+        alone = engine.logits(second_turn(), continuation, session="s", policy=policy)
+        torch.testing.assert_close(logits, alone, atol=1e-4, rtol=0)
+    assert engine.stats() == before
+
+
+def test_a_trace_has_the_keys_and_values_of_the_prompt_when_nothing_follows(engine):
+    spec = engine._runner.preparation.forward.decoder.spec
+    tokens = len(second_turn().token_ids(engine.tokenizer))
+    alone = engine.trace(second_turn(), session="s")
+    assert alone.logits == ()
+    assert alone.keys_values.shape == (spec.num_layers, tokens, 2 * spec.num_kv_heads, spec.head_dim)
+    followed = engine.trace(second_turn(), ANSWER, [17], session="s")
+    torch.testing.assert_close(followed.keys_values, alone.keys_values, atol=1e-5, rtol=0)
+
+
+def test_a_trace_is_refused_when_a_continuation_is_empty_or_no_token(engine):
+    before = engine.stats()
+    with pytest.raises(PromptError, match="the continuation is empty"):
+        engine.trace(second_turn(), ANSWER, [], session="s")
+    with pytest.raises(PromptError, match="token id 99999999 is not one of"):
+        engine.trace(second_turn(), ANSWER, [99999999], session="s")
+    assert engine.stats() == before

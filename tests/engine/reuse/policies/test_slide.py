@@ -118,6 +118,37 @@ def test_a_run_is_computed_when_it_is_below_the_break_even_length(length: int, t
     assert ("slid" in [span.treatment for span in made.spans]) == (treatment == "slid")
 
 
+@pytest.mark.parametrize(("length", "treatment"), [(40, "fresh"), (41, "slid")])
+def test_a_run_is_computed_when_it_is_no_longer_than_the_text_between_it_and_the_next(
+    length: int, treatment: str
+) -> None:
+    system, run, rest = text(60), text(length), text(300)
+    made = slide(
+        joined(system, text(20), run, text(40), rest, text(9)), cached(0, joined(system, text(25), run, text(30), rest))
+    )
+    treatments = [(len(span), span.treatment) for span in made.spans]
+    between = [(60 + length, "fresh")] if treatment == "fresh" else [(20, "fresh"), (length, "slid"), (40, "fresh")]
+    assert treatments == [(60, "exact"), *between, (300, "slid"), (9, "fresh")]
+
+
+def test_runs_are_weighed_from_the_last_when_there_are_many() -> None:
+    """What is computed with the text behind it makes that text longer for the run before it."""
+    system, first, second, third, rest = text(60), text(70), text(30), text(90), text(200)
+    new = joined(system, first, text(20), second, text(35), third, text(25), rest, text(9))
+    old = joined(system, text(5), first, text(5), second, text(5), third, text(5), rest)
+    made = slide(joined(system, text(5), new[60:]), cached(0, old))
+    assert [(len(span), span.treatment) for span in made.spans] == [
+        (60, "exact"),
+        (5 + 70 + 20 + 30 + 35, "fresh"),
+        (90, "slid"),
+        (25, "fresh"),
+        (200, "slid"),
+        (9, "fresh"),
+    ]
+    kept = slide(joined(system, text(5), new[60:]), cached(0, old), correction_share=0.0)
+    assert [len(span) for span in kept.spans if span.treatment == "slid"] == [70, 30, 90, 200], "nothing comes twice"
+
+
 def test_another_session_gives_exact_tokens_only_when_sharing_is_off() -> None:
     system, rest = text(100), text(200)
     foreign = cached(0, joined(system, text(30), rest), session="b")
