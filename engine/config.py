@@ -138,7 +138,7 @@ class EngineConfig:
     dtype: DtypeName = "auto"
     policy: PolicyName = "slide"
     correction_share: float = 0.15
-    staleness_bound: float = 0.0003
+    staleness_bound: float = 0.00003
     min_slide_tokens: int = PAGE_TOKENS
     max_hops: int = 20
     share_slid: bool = False
