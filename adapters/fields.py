@@ -46,7 +46,7 @@ class ModelFields(BaseModel):
     dtype: DtypeName = "auto"
     policy: PolicyName = "slide"
     correction_share: float = 0.15
-    staleness_bound: float = 0.0003
+    staleness_bound: float = 0.00003
     min_slide_tokens: int = 16
     max_hops: int = 20
     share_slid: bool = False

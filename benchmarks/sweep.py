@@ -23,7 +23,7 @@ from .workload import family_turns
 
 BUDGETS = (0.05, 0.10, 0.15, 0.20, 0.26)
 GATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.12)
-BOUNDS = (0.0, 0.0001, 0.0003, 0.001, 0.003, 0.01)
+BOUNDS = (0.0, 0.00003, 0.0001, 0.0003, 0.001, 0.003)
 
 
 @dataclass(frozen=True)
