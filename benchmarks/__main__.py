@@ -38,7 +38,12 @@ def main() -> int:
     parser.add_argument("--quality-repeats", type=int, default=1, help="the same, of each prompt of quality")
     parser.add_argument("--limit", type=int, help="prompts of each family; all by default")
     parser.add_argument("--family", choices=FAMILIES, action="append", help="of quality and sweep; all by default")
-    parser.add_argument("--policy", choices=all_policies(), action="append", help="of quality; all by default")
+    parser.add_argument(
+        "--policy",
+        choices=all_policies(),
+        action="append",
+        help="of quality, besides recompute, prefix and slide; all by default",
+    )
     parser.add_argument("--dtype", choices=get_args(DtypeName), default="float32", help="of quality and sweep")
     parser.add_argument("--only", choices=PARTS, action="append", help=f"all by default but {' and '.join(LONG)}")
     arguments = parser.parse_args()

@@ -102,7 +102,8 @@ class EngineConfig:
             budget of `head`.
         staleness_bound: Share of the new text's attention that `slide` may leave on stale tokens, 0 to 1: it corrects
             until no more is left, within the cap. 0 spends the whole cap.
-        min_slide_tokens: Matching runs shorter than this are computed, not slid: below it the copy costs more.
+        min_slide_tokens: Matching runs shorter than this are computed, not slid: below it the copy costs more. Where
+            `slide` corrects, so are those no longer than the changed text between them and the next run.
         max_hops: Rotations that a cached key may go through before it is computed again (rounding adds up).
         share_slid: Whether slid donors may come from other sessions of the namespace.
         epic_head_tokens: First tokens of each reused segment that `epic` computes again.

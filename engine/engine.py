@@ -240,7 +240,18 @@ class Engine:
     ) -> Trace:
         """K and V of a prompt as a policy would leave them, and the logits along some continuations; nothing is stored.
 
-        Arguments and errors are those of `logits`; the prompt is computed once for all continuations.
+        Args:
+            prompt: What is looked at.
+            continuations: Each as in `logits`; none is allowed. The prompt is computed once for all.
+            session: As in `generate`.
+            namespace: As in `generate`.
+            policy: As in `generate`.
+
+        Returns:
+            K and V, and for each continuation the logits before each of its tokens.
+
+        Raises:
+            PromptError: As in `logits`.
         """
         call = checked_call(prompt, session, namespace, policy, self.config)
         token_ids = [continuation_ids(continuation, self.tokenizer) for continuation in continuations]

@@ -213,22 +213,22 @@ class Comparison:
         return measurements
 
     def _scores(self, turns: Turns, variant: Variant, answer: str | list[int]) -> _Scores:
+        where: dict[str, Any] = {
+            "session": _SESSION,
+            "namespace": _namespace(variant.policy),
+            "policy": variant.policy,
+        }
+        if self._brief:
+            return _Scores(self._engine.logits(turns.second, answer, **where), None, None)
         old = None
-        if turns.old_value is not None and not self._brief:
+        if turns.old_value is not None:
             old = self._engine.tokenizer.encode(_continuing(turns, turns.old_value), add_special_tokens=False)
-        trace = self._engine.trace(
-            turns.second,
-            answer,
-            *([] if old is None else [old]),
-            session=_SESSION,
-            namespace=_namespace(variant.policy),
-            policy=variant.policy,
-        )
+        trace = self._engine.trace(turns.second, answer, *([] if old is None else [old]), **where)
         old_value = None
         if old is not None:
             logits = trace.logits[1].log_softmax(-1)
             old_value = float(logits.gather(-1, torch.tensor(old, device=logits.device).unsqueeze(-1)).sum())
-        return _Scores(trace.logits[0], old_value, None if self._brief else trace.keys_values)
+        return _Scores(trace.logits[0], old_value, trace.keys_values)
 
     def _answer(self, turns: Turns, variant: Variant, max_tokens: int) -> Output:
         return self._engine.generate(
@@ -251,7 +251,12 @@ class Comparison:
         """The variant's settings; with another's number of computed tokens, as near as whole tokens allow."""
         if variant.computes_like is None:
             return variant.settings
-        alike = {other.name for other in self._variants if other.policy == variant.policy}
+        # Not those without correction: under them runs slide that are else computed.
+        alike = {
+            other.name
+            for other in self._variants
+            if other.policy == variant.policy and other.settings.get("correction_share") != 0.0
+        }
         own = next(output.receipt for name, output in outputs.items() if name in alike)
         wanted = outputs[variant.computes_like].receipt.computed_tokens - own.fresh_tokens
         share = min(1.0, max(0.0, wanted / max(1, own.slid_tokens)))

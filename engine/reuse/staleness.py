@@ -2,11 +2,11 @@
 
 *Staleness* is two-sided. A token paid attention to donor tokens that the prompt no longer has (*gone mass*), and would
 pay attention e / (1 + e), e = Σ exp(q·k − lse), to tokens that were not there (*new mass*). Each brings values along:
-where what is new says the same as what is gone, the token hardly changes. So a token is as stale as the sum that its
-attention gathers from new values differs from the one it gathered from gone ones, measured by these values' mean norm.
-What it was left with by earlier turns (its debt) is added by the caller; by the triangle inequality that bounds the
-change over all turns. *Demand* is the attention that new text pays to a token. All are averaged over the heads of the
-probe layers.
+where what is new says the same as what is gone, the token hardly changes. So a token's staleness is the distance
+between what its attention gathers from new values and what it gathered from gone ones, over these values' mean norm.
+What it was left with by earlier turns (its debt) is added by the caller: changes add up to no more than their sum.
+
+*Demand* is the attention that new text pays to a token. All are averaged over the heads of the probe layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_SCORE = 60.0
 
 
 class Keys:
-    """Cached keys to be asked about: their slots and token order in one sequence.
+    """Cached keys, and the values beside them, to be asked about: their slots and token order in one sequence.
 
     Attributes:
         tokens: (keys,) int64, increasing: token indices.
@@ -68,33 +68,34 @@ def attention_change(
         pool: Holds keys and values.
         queries: Holds the queries.
         spec: The model's geometry.
-        slots: (rows,) int64, on the pool's device: where the queries lie; their log-sum-exps have seen the gone keys
-            and no new one.
+        slots: (rows,) int64, on the pool's device: where the queries lie. Their log-sum-exps have seen no new key, and
+            the gone ones unless these came after the query was computed.
         gone: How the queries look at the keys that go.
         new: How they look at the keys that come.
 
     Returns:
         (rows,) float32: ‖new values' sum − gone values' sum‖ by the mean norm of all these values, mean over layers
-        and heads; 0 where neither is seen, about 1 where attention turns from some to others altogether.
+        and heads; 0 where neither is seen or both give the same. May pass 1: opposite or unusually long values.
     """
     total = torch.zeros(len(slots), dtype=torch.float32, device=pool.kv.device)
-    sides = [_Side(pool, spec, asking) for asking in (gone, new) if len(asking.keys.tokens)]
+    sides = [
+        (_Side(pool, spec, asking), goes) for asking, goes in ((gone, True), (new, False)) if len(asking.keys.tokens)
+    ]
     if not sides or not len(slots):
         return total
+    num_keys = len(gone.keys.tokens) + len(new.keys.tokens)
     for layer_idx in queries.layers:
         query, lse = queries.read(layer_idx, slots)
-        for side in sides:
+        for side, _ in sides:
             side.read(layer_idx, query)
-        norms = torch.cat([side.value.norm(dim=-1) for side in sides], 1).mean(1)
-        for part in _chunks(len(slots), spec.num_heads * sum(len(side.keys.tokens) for side in sides)):
+        values = [side.values() for side, _ in sides]
+        norms = torch.cat([value.norm(dim=-1) for value in values], 1).mean(1)
+        for part in _chunks(len(slots), spec.num_heads * max(spec.head_dim, num_keys)):
             change = torch.zeros((), device=total.device)
-            for side in sides:
+            for (side, goes), value in zip(sides, values, strict=True):
                 weights = side.weights(part, lse)
-                paid = weights.sum(-1, keepdim=True)
-                gathered = weights @ side.value
-                change = (
-                    change - gathered / paid.clamp_min(1.0) if side.asking is gone else change + gathered / (1 + paid)
-                )
+                paid, gathered = weights.sum(-1, keepdim=True), weights @ value
+                change = change - gathered / paid.clamp_min(1.0) if goes else change + gathered / (1 + paid)
             sizes = change.norm(dim=-1) / norms.clamp_min(1e-30).unsqueeze(1)
             total[part] += sizes.view(spec.num_kv_heads, part.stop - part.start, -1).mean((0, 2))
     return total / max(1, len(queries.layers))
@@ -132,42 +133,33 @@ def _chunks(rows: int, scores_per_row: int) -> Iterator[slice]:
 
 
 class _Side:
-    """Stored queries over some keys, one probe layer after another.
-
-    Attributes:
-        asking: How they look at them.
-        keys: What they look at.
-        value: (kv_heads, keys, head_dim) float32: of the layer read last.
-    """
-
-    value: Tensor
+    """Stored queries over some keys, one probe layer after another: `read` comes before `weights` and `values`."""
 
     def __init__(self, pool: PagePool, spec: ModelSpec, asking: Asking) -> None:
         device = pool.kv.device
-        self.asking = asking
-        self.keys = asking.keys
+        self._asking = asking
+        self._keys = asking.keys
         self._pool = pool
         self._spec = spec
         self._tokens = torch.from_numpy(asking.tokens).to(device)
-        self._key_tokens = torch.from_numpy(self.keys.tokens).to(device)
+        self._key_tokens = torch.from_numpy(self._keys.tokens).to(device)
         turned = bool(np.any(asking.turns))
         self._turn: Rotary | None = turn_by(torch.from_numpy(asking.turns), spec.rope, device) if turned else None
 
     def read(self, layer_idx: int, query: Tensor) -> None:
-        """Takes a layer's keys and values, and its queries (rows, heads, head_dim) float32."""
+        """Takes a layer's keys, and its queries (rows, heads, head_dim) float32."""
         spec = self._spec
-        key, self.value = (
-            self._pool.layer(layer_idx)
-            .index_select(0, self.keys.slots)
-            .float()
-            .transpose(0, 1)
-            .split(spec.num_kv_heads)
-        )
+        self._layer = self._pool.layer(layer_idx)
+        key = self._layer[:, : spec.num_kv_heads].index_select(0, self._keys.slots).float()
         if self._turn is not None:
             query = rotate_keys(query, self._turn, spec.rope)
-        self._key = key.transpose(1, 2) * spec.attention_scale
+        self._key = key.permute(1, 2, 0) * spec.attention_scale
         self._query = query.view(len(query), spec.num_kv_heads, -1, spec.head_dim).transpose(0, 1)
         self._window = spec.windows[layer_idx]
+
+    def values(self) -> Tensor:
+        """The layer's values, (kv_heads, keys, head_dim) float32."""
+        return self._layer[:, self._spec.num_kv_heads :].index_select(0, self._keys.slots).float().transpose(0, 1)
 
     def weights(self, part: slice, lse: Tensor) -> Tensor:
         """exp(scaled scores − lse) of some rows, 0 where a query does not see a key.
@@ -179,12 +171,12 @@ class _Side:
         Returns:
             (kv_heads, rows * group, keys) float32.
         """
-        heads, keys = self._spec.num_kv_heads, len(self.keys.tokens)
+        heads, keys = self._spec.num_kv_heads, len(self._keys.tokens)
         scores = self._query[:, part].flatten(1, 2) @ self._key
         by_row = scores.view(heads, part.stop - part.start, -1, keys)
         by_row -= lse[part].view(part.stop - part.start, heads, -1).transpose(0, 1).unsqueeze(-1)
         # Some rows at a time too: a mask of all would take gigabytes for a long prompt.
-        if self._window is not None or self.asking.tokens[part].min() <= self.keys.tokens[-1]:
+        if self._window is not None or self._asking.tokens[part].min() <= self._keys.tokens[-1]:
             by_row.masked_fill_(self._hidden(part).unsqueeze(1), -torch.inf)
         weights: Tensor = scores.clamp_max_(_MAX_SCORE).exp_()
         return weights

@@ -1,4 +1,4 @@
-"""Comparison: a prompt computed as a policy would, for its logits, its K and V or its drift; nothing is stored.
+"""Comparison: a prompt computed as a policy would, for its logits, a trace of it or its drift; nothing is stored.
 
 Nothing is counted either, so that comparing policies changes no later turn. Which policies are compared is the caller's
 business; only drift knows that `recompute` is the full prefill.
@@ -20,6 +20,7 @@ from .prepared import Prepared
 from .request import Call
 
 _ANY_TOKEN = np.zeros(1, dtype=np.int64)
+"""Stands for the continuation where none is given: nothing of it is computed, its logits are left."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Comparison:
     def _behind(self, prepared: Prepared, logits: Tensor, continuation: np.ndarray) -> Tensor:
         """The logits before each token of a continuation, computed in the place of the one that `logits` are of."""
         if len(continuation) == 1:
-            return logits[:1]
+            return logits[:1].clone()
         start = len(prepared.asked.encoded)
         tokens = np.arange(start, start + len(continuation) - 1)
         positions, table = prepared.plan.positions[tokens], prepared.assembly.table

@@ -124,6 +124,7 @@ class Correction:
         return changed
 
     def _slots(self, table: BlockTable, tokens: np.ndarray) -> torch.Tensor:
+        """(n,) int64, on the pool's device."""
         return torch.from_numpy(table.slots(tokens)).to(self._pool.kv.device)
 
 

@@ -7,8 +7,6 @@ token's K and V, so pages are shared, moved and dropped together with them.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -17,8 +15,8 @@ from .slots import Slots
 
 MAX_PROBES = 3
 MIDDLE = (0.2, 0.8)
-"""The part of the model's depth that probe layers lie in if it has room. Attention tells most there: staleness measured
-in the middle goes best with how far a token really is from a full prefill."""
+"""The part of the model's depth that probe layers lie in if enough are usable there. Attention tells most there:
+staleness measured in the middle goes best with how far a token really is from a full prefill."""
 
 MAX_SHARE = 0.15
 """Most bytes that stored queries may take, as a share of the K and V beside them."""
@@ -37,7 +35,8 @@ def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
     usable = [layer for layer in inner if spec.windows[layer] is None] or list(inner)
     affordable = int(MAX_SHARE * spec.kv_bytes_per_token(kv_dtype) / _probe_bytes(spec))
     count = min(MAX_PROBES, len(usable), affordable)
-    middle = usable[int(MIDDLE[0] * len(usable)) : math.ceil(MIDDLE[1] * len(usable))]
+    low, high = (share * spec.num_layers for share in MIDDLE)
+    middle = [layer for layer in usable if low <= layer < high]
     spread = middle if len(middle) >= count else usable
     return tuple(spread[int((idx + 0.5) * len(spread) / count)] for idx in range(count))
 

@@ -113,7 +113,10 @@ def test_staleness_is_the_change_of_attention_when_an_update_is_replaced(family:
         seen, coming = (DensePass(runner._decoder, each.token_ids) for each in (donor, kept))
         gone, new = np.arange(same, first - turn), np.arange(same, first)
         expected = seen.change(layers, slid - turn, gone, turn, slid, coming, new).clamp_max(1.0)
-        assert expected.max() > 0.1
+        none = np.arange(0)
+        left = seen.change(layers, slid - turn, gone, turn, slid, coming, none)
+        came = seen.change(layers, slid - turn, none, turn, slid, coming, new)
+        assert expected.max() > 0.1 and left.max() > 0.05 and came.max() > 0.05
         torch.testing.assert_close(torch.from_numpy(kept.staleness[slid]).double(), expected, rtol=0.04, atol=4e-3)
         assert not kept.staleness[corrected].any()
 

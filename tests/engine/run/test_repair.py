@@ -115,7 +115,9 @@ def test_the_stalest_tokens_come_first_when_a_sequence_takes_many_steps() -> Non
             done += 32
             assert changed.sum() == min(32, owing + 32 - done)
             assert staleness[changed].min() >= sequence.staleness.max()
-        assert exact <= sequence.exact_tokens < exact + 16, "there is a token before most of them that is not exact"
+        assert exact <= sequence.exact_tokens < exact + 16, (
+            "the first of what is not exact may be among the stalest, a whole step of it is not"
+        )
         assert watched.repair(1) == 1
         assert sequence.exact_tokens == exact // 16 * 16 + 32, "steps end at page borders"
         watched.repair(1000)

@@ -42,6 +42,12 @@ def stored_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
         (SMOLLM2_135M, torch.float32, (9, 15, 21)),
         (MISTRAL_7B, torch.bfloat16, (10, 16, 22)),
         (ONE_KEY_HEAD, torch.bfloat16, ()),
+        (
+            geometry(26, 8, 4, 64, tuple(None if layer % 6 == 5 else 64 for layer in range(26))),
+            torch.float32,
+            (5, 11, 17),
+        ),
+        (geometry(26, 8, 4, 64, tuple(None if layer % 2 else 64 for layer in range(26))), torch.float32, (9, 13, 17)),
         (geometry(1, 4, 4, 64), torch.float32, ()),
         (geometry(2, 4, 4, 64), torch.float32, ()),
         (geometry(3, 4, 4, 64), torch.float32, (1,)),

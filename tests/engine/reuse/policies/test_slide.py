@@ -149,6 +149,23 @@ def test_runs_are_weighed_from_the_last_when_there_are_many() -> None:
     assert [len(span) for span in kept.spans if span.treatment == "slid"] == [70, 30, 90, 200], "nothing comes twice"
 
 
+def test_a_tainted_run_of_the_same_prefix_is_computed_when_the_text_behind_it_is_longer() -> None:
+    head, old, new, rest = text(60), text(90), text(80), text(300)
+    made = slide(joined(head, new, rest, text(9)), cached(0, joined(head, old, rest), exact=0))
+    assert [(len(span), span.treatment) for span in made.spans] == [(140, "fresh"), (300, "slid"), (9, "fresh")]
+
+
+def test_the_donor_is_the_one_that_slides_most_after_all_when_runs_are_short() -> None:
+    """One donor has more of the prompt, but only in runs that are better computed."""
+    system, rest, query = text(60), text(200), text(9)
+    lines, between = [text(30) for _ in range(4)], [text(30) for _ in range(5)]
+    woven = joined(*(part for pair in zip(between, lines, strict=False) for part in pair), between[4])
+    scattered = cached(0, joined(system, *(joined(text(5), line) for line in lines), text(5), rest[20:]))
+    whole = cached(1, joined(system, text(12), rest))
+    made = slide(joined(system, woven, rest, query), whole, scattered)
+    assert [(span.source, len(span)) for span in made.spans if span.treatment == "slid"] == [(1, 200)]
+
+
 def test_another_session_gives_exact_tokens_only_when_sharing_is_off() -> None:
     system, rest = text(100), text(200)
     foreign = cached(0, joined(system, text(30), rest), session="b")
