@@ -45,7 +45,7 @@ def stored_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
         (
             geometry(26, 8, 4, 64, tuple(None if layer % 6 == 5 else 64 for layer in range(26))),
             torch.float32,
-            (5, 11, 17),
+            (5, 17, 23),
         ),
         (geometry(26, 8, 4, 64, tuple(None if layer % 2 else 64 for layer in range(26))), torch.float32, (9, 13, 17)),
         (geometry(1, 4, 4, 64), torch.float32, ()),
