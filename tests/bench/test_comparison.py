@@ -10,10 +10,10 @@ from cacheslide_agents.bench.comparison import Comparison
 from cacheslide_agents.bench.summary import summarize
 from cacheslide_agents.bench.turns import Turns
 from cacheslide_agents.bench.variants import REFERENCES, Variant, all_policies, variants
-from cacheslide_agents.engine import SamplingParams
+from cacheslide_agents.engine import Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.config import PER_REQUEST
 from cacheslide_agents.engine.errors import ConfigError, ContextLengthError
-from tests.engine.turns import ANSWER, first_turn, second_turn, tiny_engine
+from tests.engine.turns import ANSWER, HISTORY, NEW, OLD, QUERY, SYSTEM, first_turn, second_turn, tiny_engine
 
 TURNS = Turns("t", first_turn(), second_turn(), answer=ANSWER, old_value="Paris")
 WHOLE = {"correction_share": 1.0, "staleness_bound": 0.0}
@@ -92,6 +92,22 @@ def test_as_much_is_computed_when_a_variant_computes_like_another(measured):
     assert measured["as head"].receipt.computed_tokens == pytest.approx(wanted, abs=1)
     assert measured["as head"].receipt.policy == "slide"
     assert wanted != measured["none"].receipt.computed_tokens
+
+
+@pytest.mark.parametrize("rotation", range(len(VARIANTS)))
+def test_as_much_is_computed_when_runs_slide_only_without_correction(engine, rotation):
+    """A line between two changes slides without correction and is computed with them else."""
+    kept = "the user was born in a village in the north, far from any town.\n"
+    changed = "the user moved to a small house by the sea, likes coffee now, has a dog, a cat and two ponies.\n"
+    old = Segment.update(f"{OLD}{kept}the user likes tea.\n")
+    new = Segment.update(f"{NEW}{kept}{changed}")
+    system, history, query = Segment.system(SYSTEM), Segment.suffix(HISTORY), Segment.suffix(QUERY)
+    turns = Turns("t", Prompt([system, old, history]), Prompt([system, new, history, query]), answer=ANSWER)
+    comparison = Comparison(engine, VARIANTS)
+    comparison._measured = rotation
+    receipts = {one.variant: one.receipt for one in comparison.measure(turns)}
+    assert receipts["none"].slid_tokens > receipts["slide"].slid_tokens
+    assert receipts["as head"].computed_tokens == pytest.approx(receipts["head"].computed_tokens, abs=1)
 
 
 def test_no_policy_finds_anothers_cache_when_all_are_measured(measured):

@@ -61,6 +61,11 @@ def test_rivals_are_compared_at_their_own_cost_when_they_exist(measured):
     assert ones["slide as head"].receipt.computed_tokens == pytest.approx(ones["head"].receipt.computed_tokens, abs=1)
 
 
+def test_rivals_at_equal_cost_are_only_those_asked_for_when_policies_are_named():
+    names = [variant.name for variant in quality.compared(["head"])]
+    assert names == ["recompute", "prefix", "head", "slide", quality.CAP, quality.UNCORRECTED, "slide as head"]
+
+
 def test_figures_are_plain_json_when_written(measured):
     figures = json.loads(json.dumps(quality.figures(measured)))
     assert len(figures["measurements"]) == len(quality.compared())
