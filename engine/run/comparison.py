@@ -6,14 +6,14 @@ business; only drift knows that `recompute` is the full prefill.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..reuse.spans import Plan
 from .drift import Drift, measure
 from .preparation import Preparation
 from .prepared import Prepared
@@ -60,11 +60,8 @@ class Comparison:
             ContextLengthError: Prompt and continuation do not fit.
         """
         self._preparation.check_ids(continuation)
-        prepared = self._preparation.prepare(call, continuation[:-1])
-        try:
-            return self._preparation.prefill(prepared, wanted=len(continuation))
-        finally:
-            self._pool.release(prepared.assembly.table.pages)
+        with self._computed(call, continuation) as (_, logits):
+            return logits
 
     @torch.inference_mode()
     def trace(self, call: Call, continuations: Sequence[np.ndarray]) -> Trace:
@@ -81,14 +78,10 @@ class Comparison:
         for continuation in continuations:
             self._preparation.check_ids(continuation)
         longest = max(continuations, key=len, default=_ANY_TOKEN)
-        prepared = self._preparation.prepare(call, longest[:-1])
-        try:
-            logits = self._preparation.prefill(prepared, wanted=len(longest))
+        with self._computed(call, longest) as (prepared, logits):
             kv = self._copy(prepared, np.arange(len(prepared.asked.encoded)))
             behind = [logits if each is longest else self._behind(prepared, logits, each) for each in continuations]
             return Trace(kv, tuple(behind))
-        finally:
-            self._pool.release(prepared.assembly.table.pages)
 
     @torch.inference_mode()
     def drift(self, call: Call) -> Drift:
@@ -98,28 +91,25 @@ class Comparison:
             PromptError: A token id is not the model's.
             ContextLengthError: The prompt does not fit.
         """
-        slid, reused_logits, reused_kv = self._copied(call, Plan.slid_tokens)
-        _, full_logits, full_kv = self._copied(replace(call, policy="recompute"), lambda _: slid)
-        return measure(len(slid), reused_kv, full_kv, reused_logits, full_logits)
+        with self._computed(call) as (prepared, reused_logits):
+            slid = prepared.plan.slid_tokens()
+            reused = self._copy(prepared, slid)
+        with self._computed(replace(call, policy="recompute")) as (prepared, full_logits):
+            full = self._copy(prepared, slid)
+        return measure(len(slid), reused, full, reused_logits[-1], full_logits[-1])
 
-    def _copied(self, call: Call, wanted: Callable[[Plan], np.ndarray]) -> tuple[np.ndarray, Tensor, Tensor]:
-        """Computes a prompt and copies K and V of the wanted tokens out of its pages.
-
-        Returns:
-            The tokens (n,) int64, the logits (vocab,) behind the prompt, and K and V
-            (layers, n, 2 * kv_heads, head_dim).
-        """
-        prepared = self._preparation.prepare(call)
+    @contextmanager
+    def _computed(self, call: Call, continuation: np.ndarray = _ANY_TOKEN) -> Iterator[tuple[Prepared, Tensor]]:
+        """A prompt with its pages, given back at the end, and the logits before each token of a continuation."""
+        prepared = self._preparation.prepare(call, continuation[:-1])
         try:
-            logits = self._preparation.prefill(prepared, wanted=1)[-1]
-            tokens = wanted(prepared.plan)
-            return tokens, logits, self._copy(prepared, tokens)
+            yield prepared, self._preparation.prefill(prepared, wanted=len(continuation))
         finally:
             self._pool.release(prepared.assembly.table.pages)
 
     def _copy(self, prepared: Prepared, tokens: np.ndarray) -> Tensor:
         """K and V of some tokens (n,) int64: (layers, n, 2 * kv_heads, head_dim)."""
-        slots = torch.from_numpy(prepared.assembly.table.slots(tokens)).to(self._pool.kv.device)
+        slots = self._preparation.forward.to_device(prepared.assembly.table.slots(tokens))
         return self._pool.kv.index_select(1, slots)
 
     def _behind(self, prepared: Prepared, logits: Tensor, continuation: np.ndarray) -> Tensor:

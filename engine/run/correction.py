@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 
-from ..model.spec import ModelSpec
 from ..reuse.diff import common_prefix_tokens
 from ..reuse.index import CachedSequence
 from ..reuse.select import select_needed
 from ..reuse.spans import Plan, Span
 from ..reuse.staleness import Asking, Keys, attention_change, demand
 from ..slide.assembly import Assembly
-from ..slide.block_table import BlockTable
-from ..slide.pages import PagePool
-from ..slide.queries import StoredQueries
+from .forward import Forward
 
 ASKING_TOKENS = 64
 """Tokens behind the last slid one that say what is in demand. They are computed twice if anything is corrected."""
@@ -41,9 +37,7 @@ class Correction:
         plan: Plan,
         sequences: Mapping[int, CachedSequence],
         assembly: Assembly,
-        pool: PagePool,
-        queries: StoredQueries,
-        spec: ModelSpec,
+        forward: Forward,
         *,
         prompt_tokens: int,
         bound: float,
@@ -56,9 +50,7 @@ class Correction:
             plan: Its slid tokens all come from one donor.
             sequences: The cached sequences that the plan names, pinned.
             assembly: The new sequence's pages.
-            pool: K and V.
-            queries: The stored queries beside them.
-            spec: The model's geometry.
+            forward: The model's loop, over the pages that the assembly is of.
             prompt_tokens: Tokens of the prompt proper.
             bound: Stale attention of the new text that may be left, as a share of all its attention.
             cap_share: Most of the slid tokens that are chosen, as a share.
@@ -66,9 +58,7 @@ class Correction:
         self._token_ids = token_ids
         self._plan = plan
         self._assembly = assembly
-        self._pool = pool
-        self._queries = queries
-        self._spec = spec
+        self._forward = forward
         self._bound = bound
         self._cap_share = cap_share
         self._spans = [span for span in plan.spans if span.treatment == "slid"]
@@ -95,37 +85,32 @@ class Correction:
 
     def _demand(self, slid: np.ndarray) -> np.ndarray:
         """(slid,) float32: what the new text behind the slid tokens pays to each of them."""
-        keys = Keys(slid, self._assembly.table, self._pool.kv.device)
-        asking = Asking(keys, self._asking, np.zeros(len(self._asking), dtype=np.int64))
-        slots = self._slots(self._assembly.table, self._asking)
-        paid: np.ndarray = demand(self._pool, self._queries, self._spec, slots, asking).cpu().numpy()
+        forward, table = self._forward, self._assembly.table
+        asking = Asking(
+            Keys(slid, table, forward.decoder.device), self._asking, np.zeros(len(self._asking), dtype=np.int64)
+        )
+        slots = forward.to_device(table.slots(self._asking))
+        paid: np.ndarray = demand(forward.pool, forward.queries, forward.decoder.spec, slots, asking).cpu().numpy()
         return paid
 
     def _owed(self, slid: np.ndarray) -> np.ndarray:
         """(slid,) float32: how much each one's attention changed with this turn."""
-        donor, plan, device = self._donor, self._plan, self._pool.kv.device
+        donor, plan, forward = self._donor, self._plan, self._forward
         donor_tokens = np.concatenate([_source_tokens(span) for span in self._spans])
         recorded = donor.query_positions[donor_tokens]
         same = common_prefix_tokens(self._token_ids, donor.token_ids)
-        gone = Keys(_others(donor_tokens, same), donor.table, device)
-        new = Keys(_others(slid, same), self._assembly.table, device)
-        changed: np.ndarray = (
-            attention_change(
-                self._pool,
-                self._queries,
-                self._spec,
-                self._slots(donor.table, donor_tokens),
-                gone=Asking(gone, donor_tokens, donor.positions[donor_tokens] - recorded),
-                new=Asking(new, slid, plan.positions[slid] - recorded),
-            )
-            .cpu()
-            .numpy()
+        gone = Keys(_others(donor_tokens, same), donor.table, forward.decoder.device)
+        new = Keys(_others(slid, same), self._assembly.table, forward.decoder.device)
+        change = attention_change(
+            forward.pool,
+            forward.queries,
+            forward.decoder.spec,
+            forward.to_device(donor.table.slots(donor_tokens)),
+            gone=Asking(gone, donor_tokens, donor.positions[donor_tokens] - recorded),
+            new=Asking(new, slid, plan.positions[slid] - recorded),
         )
-        return changed
-
-    def _slots(self, table: BlockTable, tokens: np.ndarray) -> torch.Tensor:
-        """(n,) int64, on the pool's device."""
-        return torch.from_numpy(table.slots(tokens)).to(self._pool.kv.device)
+        owed: np.ndarray = change.cpu().numpy()
+        return owed
 
 
 def _donor(spans: list[Span], sequences: Mapping[int, CachedSequence]) -> CachedSequence:

@@ -117,7 +117,7 @@ class Shadow:
 
     def _layers(self, table: BlockTable, tokens: np.ndarray, check: Callable[[], None]) -> Iterator[Tensor]:
         """By layer (tokens, 2 * kv_heads, head_dim)."""
-        slots = torch.from_numpy(table.slots(tokens)).to(self._pool.kv.device)
+        slots = self._preparation.forward.to_device(table.slots(tokens))
         for layer in self._pool.kv:
             check()
             yield layer.index_select(0, slots)

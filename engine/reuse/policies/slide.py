@@ -87,7 +87,7 @@ def worthwhile(runs: list[SlidRun]) -> list[SlidRun]:
     Text between two slid runs is computed before anything is corrected, and again over what is corrected before it. To
     compute a run that is no longer with it costs about as much as that second time, which it often saves, and the
     run, which the whole rest of the prompt sees, has its true context then: on edited memory blocks of eight lines
-    this halves the divergence.
+    this takes about a third off the divergence.
     """
     kept = runs[-1:]
     for run in runs[-2::-1]:
