@@ -26,7 +26,7 @@ class Receipt:
         fresh_tokens: Tokens computed without any cached copy.
         staleness: Mean staleness that the slid tokens are left with, 0 to 1; corrected ones owe nothing. None where
             tokens slid and nobody measured it: only `slide` does, with a `correction_share` above 0 and a model whose
-            cache has room for stored queries.
+            cache has room for stored queries. What an earlier turn slid unmeasured counts as 1 until it is corrected.
         positions: `learned` if ranges of positions were reserved for updates, see `EngineConfig.learned_positions`.
         positions_reason: Why they were not although they are on, or None. That by itself is no fallback.
         unused_positions: Positions of the context that reserved ranges left unused before the prompt's end.

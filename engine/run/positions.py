@@ -1,8 +1,9 @@
 """Which positions a prompt gets: contiguous ones, or those of the ranges that its session reserves.
 
-A session's ranges are settled when it is first answered and then stay. A range changes only when an update outgrows
-it: the suffix has to move then anyway, and the profile is looked at again. So positions move as seldom as updates
-outgrow what was learned, while the profile itself grows with every answered prompt.
+A session's ranges are settled when it is first answered and then stay, and so does an update without one. This changes
+only when an update outgrows its range, or has another length where it has none: the suffix has to move then anyway, and
+the profile is looked at again. So positions move as seldom as updates outgrow what was learned, while the profile
+itself grows with every answered prompt.
 
 Positions belong to a session, whatever the policy, so `recompute` under the same session is the reference of the
 others. Calls without a session have contiguous ones: nothing of theirs ever slides.
@@ -37,9 +38,9 @@ class Placement:
         positions: (tokens,) int64, strictly increasing.
         kind: `learned` if a range is reserved for some update.
         reason: Why learned positions are on but not used, or None.
-        ranges: The session's ranges by slot, in tokens.
+        ranges: The session's ranges by slot, in tokens; 0 where an update has none.
         dropped: Whether the session has no ranges from now on.
-        lengths: The prompt's updates by slot, in tokens, to be observed.
+        lengths: The prompt's updates by slot, in tokens.
     """
 
     positions: np.ndarray
@@ -85,11 +86,10 @@ class SessionPositions:
         settled = self._sessions.get((space, session))
         if settled is not None and settled.dropped:
             return replace(contiguous, reason=settled.reason, dropped=True)
-        ranges = self._ranges(
-            updates, ProfileKey(space.namespace, space.template), settled.ranges if settled is not None else ()
-        )
+        ranges = self._ranges(updates, ProfileKey(space.namespace, space.template), settled or contiguous)
         if not any(ranges[: len(updates)]):
-            return replace(contiguous, reason="no update of this template was observed yet")
+            reason = "no update of this template had been observed when this session laid out its own"
+            return replace(contiguous, reason=reason, ranges=ranges)
         positions = reserved_positions(len(prompt), updates, ranges[: len(updates)])
         needed = int(positions[-1]) + 1 + room_tokens
         if needed > self._context_tokens:
@@ -108,7 +108,7 @@ class SessionPositions:
         self._book.observe(ProfileKey(space.namespace, space.template), placement.lengths)
         if session is None or not (placement.ranges or placement.dropped):
             return
-        self._sessions[space, session] = replace(placement, positions=_NOWHERE, lengths=())
+        self._sessions[space, session] = replace(placement, positions=_NOWHERE)
         self._sessions.move_to_end((space, session))
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
@@ -124,13 +124,13 @@ class SessionPositions:
         if self._book is not None:
             self._book.save_if_due()
 
-    def _ranges(self, updates: Sequence[Update], key: ProfileKey, settled: tuple[int, ...]) -> tuple[int, ...]:
+    def _ranges(self, updates: Sequence[Update], key: ProfileKey, settled: Placement) -> tuple[int, ...]:
         """By slot: what the session has if the update fits, else what the profile says, and at least the update."""
         assert self._book is not None
         profile = self._book.get(key)
-        ranges = list(settled)
+        ranges = list(settled.ranges)
         for slot, update in enumerate(updates):
-            if slot < len(ranges) and ranges[slot] >= update.num_tokens:
+            if slot < len(ranges) and _stays(settled, slot, update.num_tokens):
                 continue
             learned = profile.range_tokens(slot, self._quantile)
             reserved = 0 if learned is None else max(learned, whole_pages(update.num_tokens))
@@ -139,6 +139,13 @@ class SessionPositions:
             else:
                 ranges[slot] = reserved
         return tuple(ranges)
+
+
+def _stays(settled: Placement, slot: int, num_tokens: int) -> bool:
+    """Whether what stands behind an update need not move: it fits its range, or without one is as long as it was."""
+    if settled.ranges[slot]:
+        return num_tokens <= settled.ranges[slot]
+    return settled.lengths[slot : slot + 1] == (num_tokens,)
 
 
 _NOWHERE = np.empty(0, dtype=np.int64)

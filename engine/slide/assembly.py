@@ -19,12 +19,15 @@ from ..config import PAGE_TOKENS
 from ..model.spec import RopeSpec
 from ..position.rope import Rotary, rotate_keys, turn_by
 from ..reuse.index import CachedSequence
-from ..reuse.rules import ByDeviation
+from ..reuse.rules import ByDeviation, ByStaleness
 from ..reuse.spans import Plan, Span
 from .block_table import BlockTable, slot_gaps
 from .pages import PagePool, PoolFullError
 from .queries import StoredQueries
 from .slots import Slots
+
+UNKNOWN = 1.0
+"""Staleness of what slid behind a change and is not measured: it may be all wrong, until a later turn corrects it."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +186,11 @@ def _hops(plan: Plan, sequences: dict[int, CachedSequence]) -> np.ndarray:
 def _carried(plan: Plan, sequences: dict[int, CachedSequence]) -> tuple[np.ndarray, np.ndarray]:
     """Where the prompt tokens' stored queries are rotated to, and the staleness they bring along."""
     query_positions, staleness = plan.positions.copy(), np.zeros(plan.num_tokens, dtype=np.float32)
+    is_measured = isinstance(plan.correction, ByStaleness)
     for span, sequence, tokens in _reused(plan, sequences):
         query_positions[span.start : span.stop] = sequence.query_positions[tokens]
-        staleness[span.start : span.stop] = sequence.staleness[tokens]
+        is_unknown = span.after_change and not is_measured
+        staleness[span.start : span.stop] = UNKNOWN if is_unknown else sequence.staleness[tokens]
     query_positions[plan.corrected] = plan.positions[plan.corrected]
     staleness[plan.corrected] = 0.0
     return query_positions, staleness

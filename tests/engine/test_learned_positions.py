@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from cacheslide_agents.engine import ConfigError, Engine, EngineConfig, Prompt, SamplingParams, Segment
+from cacheslide_agents.engine.config import PolicyName
 from cacheslide_agents.engine.position.profile_file import ProfileKey
 from cacheslide_agents.engine.run import preparation
+from cacheslide_agents.engine.slide.assembly import UNKNOWN
 from tests.engine.turns import ANSWER, HISTORY, NEW, OLD, QUERY, SYSTEM, tiny_engine
 from tests.reference.session_check import WatchedEngine
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -114,12 +116,31 @@ def test_ranges_stay_in_a_session_when_the_profile_grows() -> None:
 def test_positions_are_contiguous_when_nothing_was_learned_or_nobody_asks() -> None:
     with tiny_engine(learned_positions=True) as engine, tiny_engine() as plain:
         receipt = engine.generate(turn(OLD), ONE, session="s").receipt
-        assert receipt.positions == "contiguous" and "observed yet" in (receipt.positions_reason or "")
-        assert engine.generate(turn(OLD), ONE, session="s").receipt.positions == "learned"
+        assert receipt.positions == "contiguous" and "observed when" in (receipt.positions_reason or "")
+        assert engine.generate(turn(NEW), ONE, session="s").receipt.positions == "learned"
         receipt = engine.generate(turn(OLD), ONE).receipt
         assert receipt.positions == "contiguous" and "without a session" in (receipt.positions_reason or "")
         receipt = plain.generate(turn(OLD), ONE, session="s").receipt
         assert (receipt.positions, receipt.positions_reason, receipt.unused_positions) == ("contiguous", None, 0)
+
+
+def test_a_first_conversation_stays_exact_when_it_only_grows() -> None:
+    with tiny_engine(learned_positions=True) as engine:
+        first = engine.generate(turn(OLD), ONE, session="s").receipt
+        second = engine.generate(turn(OLD, QUERY + " and now?\n"), ONE, session="s").receipt
+        assert second.is_exact and second.positions == "contiguous"
+        assert second.exact_tokens >= first.prompt_tokens - 2, "all but the end, which may join what follows it"
+
+
+@pytest.mark.parametrize("policy", ["head", "slide"])
+def test_moved_text_counts_as_changed_when_another_session_reserves_no_range(policy: PolicyName) -> None:
+    with learned_engine(OLD, LONGER, share_slid=True, policy=policy) as engine:
+        engine.generate(turn(OLD), ONE, session="s")
+        receipt = engine.generate(turn(OLD), ONE).receipt
+        assert receipt.positions == "contiguous" and receipt.slid_tokens
+        latest, *_ = engine._runner.preparation.index.by_recency()
+        assert (receipt.corrected_tokens > 0) == (policy == "head")
+        assert (latest.staleness.max() == UNKNOWN) == (policy == "head")
 
 
 def test_ranges_are_dropped_for_the_session_when_they_no_longer_fit() -> None:

@@ -23,7 +23,7 @@ from cacheslide_agents.engine.config import PAGE_TOKENS
 from cacheslide_agents.engine.reuse.index import CachedSequence
 from cacheslide_agents.engine.reuse.plan import assert_valid
 from cacheslide_agents.engine.reuse.rules import ByStaleness
-from cacheslide_agents.engine.reuse.spans import Plan
+from cacheslide_agents.engine.reuse.spans import Plan, Span
 from cacheslide_agents.engine.run.prepared import Prepared
 from cacheslide_agents.engine.run.request import Output
 from cacheslide_agents.engine.run.scheduler import InterruptedStepError
@@ -41,6 +41,7 @@ Asked = dict[int, tuple[Tensor, Tensor]]
 class _Held:
     """What a cached sequence held before a turn: K and V (layers, tokens, 2 * kv_heads, head_dim) and beside them."""
 
+    token_ids: np.ndarray
     kv: Tensor
     asked: Asked
     positions: np.ndarray
@@ -55,6 +56,16 @@ def _last_place(positions: np.ndarray) -> int:
     for before, position in pairwise(positions.tolist()):
         place += 1 + (position - before - 1) % PAGE_TOKENS
     return place
+
+
+def _same_before(sequence: RunningSequence, donor: _Held, span: Span) -> bool:
+    """Whether all tokens before a reused span, and its first one, are the donor's in their places."""
+    stop = span.start + 1
+    return (
+        span.start == span.source_start
+        and np.array_equal(sequence.token_ids[:stop], donor.token_ids[:stop])
+        and np.array_equal(sequence.positions[:stop], donor.positions[:stop])
+    )
 
 
 class WatchedEngine:
@@ -287,8 +298,10 @@ class WatchedEngine:
                 for own, theirs in zip(stored, donor.asked[layer_idx], strict=True):
                     assert torch.equal(own[kept], theirs[source]), f"queries of {span}"
             assert (sequence.query_positions[kept] == donor.query_positions[source]).all()
-            if plan.correction and span.treatment == "slid":
+            if span.treatment == "slid" and isinstance(plan.correction, ByStaleness):
                 assert (sequence.staleness[kept] >= donor.staleness[source]).all(), "a debt was forgotten"
+            elif span.treatment == "slid" and not _same_before(sequence, donor, span):
+                assert (sequence.staleness[kept] == 1.0).all(), "what nobody measured counts as fresh"
             else:
                 assert (sequence.staleness[kept] == donor.staleness[source]).all()
             stale[kept] = span.treatment == "slid"
@@ -361,6 +374,7 @@ class WatchedEngine:
 
     def _held(self, sequence: CachedSequence) -> _Held:
         return _Held(
+            token_ids=sequence.token_ids.copy(),
             kv=self._kv(sequence.table, len(sequence)),
             asked=self._asked(sequence.table, len(sequence)),
             positions=sequence.positions.copy(),

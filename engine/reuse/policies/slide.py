@@ -139,9 +139,11 @@ def _runs(request: PlanRequest, donor: CachedSequence, exact_tokens: int) -> Ite
     """What the donor has of the prompt between its exact part and its last token, in order."""
     prompt = request.prompt.token_ids[:-1]
     same = common_prefix_tokens(prompt, donor.token_ids)
-    # Its tainted part of an unchanged prefix: nothing before it changed, and it lies where it lay.
-    if same > exact_tokens:
-        yield from _run(request, donor, exact_tokens, exact_tokens, same - exact_tokens, after_change=False)
+    # Its tainted part of an unchanged prefix; behind a range that was not there or is there no more it has moved.
+    stays = common_prefix_tokens(request.positions[:same], donor.positions)
+    for start, stop, after_change in ((exact_tokens, stays, False), (max(exact_tokens, stays), same, True)):
+        if stop > start:
+            yield from _run(request, donor, start, start, stop - start, after_change=after_change)
     start = max(same, exact_tokens)
     for at, to, length in matching_runs(prompt[start:], donor.token_ids[same:], request.config.min_slide_tokens):
         yield from _run(request, donor, start + at, same + to, length, after_change=True)

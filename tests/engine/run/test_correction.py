@@ -11,6 +11,7 @@ import torch
 
 from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.reuse.index import CachedSequence
+from cacheslide_agents.engine.slide.assembly import UNKNOWN
 from tests.engine.turns import staleness_of
 from tests.reference.dense_pass import DensePass
 from tests.reference.session_check import WatchedEngine
@@ -143,6 +144,29 @@ def test_receipt_says_no_staleness_when_nobody_measured_what_slid(settings: dict
         assert receipt.is_exact == (settings["policy"] == "prefix")
         assert (receipt.staleness is not None) == is_known
         assert receipt.to_dict()["staleness"] == receipt.staleness
+
+
+@pytest.mark.parametrize(
+    ("settings", "leaves"),
+    [
+        ({"correction_share": 0.0}, 1.0),
+        ({"correction_share": 0.2, "policy": "head"}, 0.8),
+        ({"deviation_share": 0.2, "policy": "deviation"}, 0.8),
+        ({"policy": "paper"}, 1.0),
+    ],
+)
+def test_a_later_turn_corrects_what_an_earlier_one_slid_unmeasured(settings: dict[str, Any], leaves: float) -> None:
+    with tiny_engine(correction_share=0.5, staleness_bound=0.0) as engine:
+        engine.generate(Prompt([SYSTEM, OLD, HISTORY, QUERY]), ONE, session="s")
+        before = engine.config
+        engine.adjust(**settings)
+        slid = engine.generate(Prompt([SYSTEM, NEW, HISTORY, QUERY]), ONE, session="s").receipt.slid_tokens
+        owed = latest(engine).staleness
+        assert set(np.unique(owed)) == {0.0, UNKNOWN}, "what slid may be all wrong"
+        assert owed.sum() == pytest.approx(leaves * slid, abs=1.0)
+        engine.adjust(**{name: getattr(before, name) for name in settings})
+        receipt = engine.generate(Prompt([SYSTEM, NEW, HISTORY, QUERY, NOTE]), ONE, session="s").receipt
+        assert receipt.corrected_tokens > 0 and staleness_of(receipt) < owed.sum() / receipt.slid_tokens
 
 
 def test_nothing_is_corrected_when_nothing_changed() -> None:

@@ -99,7 +99,8 @@ def check_reused(cache: Cache, plan: Plan, sequences: dict[int, CachedSequence])
             assert torch.equal(moved, stored[source]), f"{span} asks what its source asked, unturned"
         carried = slice(span.start, span.stop)
         np.testing.assert_array_equal(assembly.query_positions[carried], donor.query_positions[source])
-        np.testing.assert_array_equal(assembly.staleness[carried], donor.staleness[source])
+        owed = np.ones(len(span)) if span.after_change and plan.correction is None else donor.staleness[source]
+        np.testing.assert_array_equal(assembly.staleness[carried], owed)
     for key, sequence in sequences.items():
         torch.testing.assert_close(cache.kv_of(sequence.table, 0, len(sequence)), sources[key], rtol=0, atol=0)
         assert all(map(torch.equal, cache.queries_of(sequence.table, 0, len(sequence)), asked[key]))
