@@ -92,6 +92,8 @@ def test_every_shape_of_record_is_read_when_files_mix_them(
     ("line", "problem"),
     [
         ("{", "no JSON"),
+        ('{"messages": ' + "9" * 5000 + "}", "an integer of more than 4300 digits: write it as text, in quotes"),
+        ("[" * 100_000, "lists or objects nested deeper than Python's JSON reader goes: a single prompt is"),
         ("[]", "[] is no JSON object: a single prompt is"),
         ("{}", "old is missing: a record has the texts system, old, new, suffix and query"),
         (

@@ -14,6 +14,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,6 +100,11 @@ def parse_object(line: bytes, shape: str = FORMAT) -> dict[str, Any]:
         ) from None
     except json.JSONDecodeError as error:
         raise RecordError(f"no JSON, {error.msg} at column {error.colno}: write one object a line") from None
+    except RecursionError:
+        raise RecordError(f"lists or objects nested deeper than Python's JSON reader goes: {shape}") from None
+    except ValueError:  # JSON knows no longest integer, Python does
+        digits = sys.get_int_max_str_digits()
+        raise RecordError(f"an integer of more than {digits} digits: write it as text, in quotes") from None
     if not isinstance(values, dict):
         raise RecordError(f"{_shown(values)} is no JSON object: {shape}")
     return values

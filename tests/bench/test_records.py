@@ -42,6 +42,8 @@ def test_turns_have_the_given_segments_when_prompts_are_written_out(tmp_path: Pa
     ("line", "message"),
     [
         ("{", "no JSON, .* at column 2: write one object a line"),
+        ('{"id": ' + "9" * 5000 + "}", "an integer of more than 4300 digits: write it as text, in quotes"),
+        ("[" * 100_000, "lists or objects nested deeper than Python's JSON reader goes: a record has the texts system"),
         ("[1]", r"\[1\] is no JSON object: a record has the texts system"),
         ({**EDIT, "anwser": "x"}, "anwser is no key of a record: a record has .* may have answer"),
         ({"old": "x", "suffix": "y"}, "new is missing: a record has"),
