@@ -2,7 +2,8 @@
 
 The first turn, on an empty cache, is the same under all policies that keep KV in context: they share it. A policy that
 keeps segments computed alone has a namespace of its own. The second turn is answered without being stored, so that any
-number of variants and repetitions start from the same cache and none finds another's.
+number of variants and repetitions start from the same cache and none finds another's. Where the pool cannot keep the
+first turn beside the second, nothing is measured: policies would differ by what was evicted before each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 
 from cacheslide_agents.engine import Engine, EngineConfig, Output, Receipt, SamplingParams
-from cacheslide_agents.engine.config import PER_REQUEST, DtypeName
+from cacheslide_agents.engine.config import PAGE_TOKENS, PER_REQUEST, DtypeName
+from cacheslide_agents.engine.errors import PromptError
 from cacheslide_agents.engine.reuse.policies import policy_named
 from cacheslide_agents.engine.run.drift import cksim_by_layer, kl_divergence, top_margin
 
@@ -121,6 +123,7 @@ class Comparison:
         self._brief = brief
         self._settings = {name: getattr(engine.config, name) for name in PER_REQUEST}
         self._measured = 0
+        self._evicted_before = 0
 
     def warm_up(self, turns: Turns) -> None:
         """Takes both turns once under every policy, so that no first use is timed."""
@@ -137,7 +140,8 @@ class Comparison:
         """Every variant on these turns, in the order of the variants.
 
         Raises:
-            PromptError: A prompt is malformed or does not fit the context; nothing stays cached.
+            PromptError: A prompt is malformed or does not fit the context, or the pool does not hold both; nothing
+                stays cached.
         """
         try:
             self._take_first(turns)
@@ -149,6 +153,7 @@ class Comparison:
 
     def _take_first(self, turns: Turns) -> None:
         self._use({})
+        self._evicted_before = self._engine.stats().evicted_sequences
         policies = {_namespace(variant.policy): variant.policy for variant in reversed(self._variants)}
         for namespace, policy in policies.items():
             self._engine.generate(
@@ -164,6 +169,7 @@ class Comparison:
             for variant in self._order(repeat):
                 self._use(self._settings_of(variant, outputs))
                 output = self._answer(turns, variant, max_tokens if repeat == 0 else 1)
+                self._check_room(turns)
                 outputs.setdefault(variant.name, output)
                 seconds[variant.name].append(output.receipt.ttft_seconds)
         return outputs, seconds
@@ -190,6 +196,7 @@ class Comparison:
             else:
                 self._use(self._settings_of(variant, outputs))
                 scores = self._scores(turns, variant, answer)
+            self._check_room(turns)
             output = outputs[variant.name]
             agreeing = (scores.logits.argmax(-1) == full.logits.argmax(-1)) & clear
             keys, values = _cksim(scores.kv, full.kv, output.receipt)
@@ -211,6 +218,21 @@ class Comparison:
                 )
             )
         return measurements
+
+    def _check_room(self, turns: Turns) -> None:
+        """Makes sure that the first turn was not evicted for what was asked since.
+
+        Raises:
+            PromptError: Something was evicted.
+        """
+        stats = self._engine.stats()
+        if stats.evicted_sequences > self._evicted_before:
+            first, second = (self._engine.count_tokens(prompt.text) for prompt in (turns.first, turns.second))
+            raise PromptError(
+                f"the pool of {stats.pool_pages * PAGE_TOKENS} tokens does not hold the first turn of {first} tokens, "
+                f"as each policy keeps it, beside the second of {second}: raise pool_tokens, shorten the turns or "
+                "compare fewer policies"
+            )
 
     def _scores(self, turns: Turns, variant: Variant, answer: str | list[int]) -> _Scores:
         where: dict[str, Any] = {

@@ -12,7 +12,7 @@ from cacheslide_agents.bench.turns import Turns
 from cacheslide_agents.bench.variants import REFERENCES, Variant, all_policies, variants
 from cacheslide_agents.engine import Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.config import PER_REQUEST
-from cacheslide_agents.engine.errors import ConfigError, ContextLengthError
+from cacheslide_agents.engine.errors import ConfigError, ContextLengthError, PromptError
 from tests.engine.turns import ANSWER, HISTORY, NEW, OLD, QUERY, SYSTEM, first_turn, second_turn, tiny_engine
 
 TURNS = Turns("t", first_turn(), second_turn(), answer=ANSWER, old_value="Paris")
@@ -131,6 +131,16 @@ def test_nothing_stays_cached_when_a_prompt_does_not_fit():
     with tiny_engine(max_context_tokens=64) as engine:
         with pytest.raises(ContextLengthError):
             Comparison(engine, variants([])).measure(TURNS)
+        assert engine.stats().cached_sequences == 0
+
+
+@pytest.mark.parametrize(("policies", "pool_tokens"), [(["slide"], 944), (["slide", "epic"], 1408)])
+def test_turns_are_refused_when_the_pool_does_not_keep_the_first(policies, pool_tokens):
+    with tiny_engine(pool_tokens=pool_tokens, repair=False) as engine:
+        comparison = Comparison(engine, variants(policies))
+        comparison.warm_up(TURNS)
+        with pytest.raises(PromptError, match=rf"the pool of {pool_tokens} tokens .* raise pool_tokens"):
+            comparison.measure(TURNS)
         assert engine.stats().cached_sequences == 0
 
 
