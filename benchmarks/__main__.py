@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from cacheslide_agents.bench.variants import all_policies
 from cacheslide_agents.engine.config import DtypeName
@@ -51,7 +52,7 @@ def main() -> int:
     try:
         data_folder()
     except DataMissingError as error:
-        console.print(f"[red]{error}")
+        console.print(Text(str(error), "red"))
         return 2
     wanted = arguments.only or [part for part in PARTS if part not in LONG]
     families = arguments.family or FAMILIES
@@ -99,7 +100,7 @@ def main() -> int:
         replace_file(arguments.json, (json.dumps(figures, indent=2) + "\n").encode())
     for name, content in pictures.items() if arguments.pictures else ():
         replace_file(arguments.pictures / f"{name}.png", content())
-        console.print(f"picture: {arguments.pictures / f'{name}.png'}")
+        console.print(Text(f"picture: {arguments.pictures / f'{name}.png'}"))
     for target in missed:
         console.print(f"[red]missed: {target}")
     return 1 if missed else 0

@@ -18,6 +18,7 @@ from typing import Any
 from langchain_core.messages import convert_to_messages
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
+from rich.text import Text
 
 from cacheslide_agents.adapters.messages import from_langchain
 from cacheslide_agents.engine import EngineConfig, Prompt
@@ -86,7 +87,8 @@ def run(files: Sequence[Path], *, model: str | None, quantile: float, namespace:
             add_to_file(output, identity, learned)
         except OSError as error:
             raise CacheFolderError(f"{output} cannot be written ({error.strerror}): name another --output") from error
-        console.print(f"{output}: for EngineConfig(learned_positions=True, positions_file=…) with {identity.name}")
+        told = f"{output}: for EngineConfig(learned_positions=True, positions_file=…) with {identity.name}"
+        console.print(Text(told), soft_wrap=True)
 
 
 def _show(

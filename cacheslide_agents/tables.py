@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 PIPE_WIDTH = 200
 """Columns where standard output is no terminal: whole tables, whatever the width that rich would assume."""
@@ -25,12 +26,12 @@ def standard_console(pipe_width: int | None = PIPE_WIDTH) -> Console:
 
 
 def show_table(console: Console, title: str, columns: Iterable[str], rows: Iterable[Sequence[object]]) -> None:
-    """Prints rows of values as `cell` writes them; the first column names them."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    """Prints rows of values as `cell` writes them; the first column names them. No text is read as markup."""
+    table = Table(title=Text(title, "bold"), title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+        table.add_column(Text(column), justify="right" if number else "left", no_wrap=number == 0)
     for row in rows:
-        table.add_row(*map(cell, row))
+        table.add_row(*(Text(cell(value)) for value in row))
     console.print(table)
 
 

@@ -75,7 +75,7 @@ def test_every_shape_of_record_is_read_when_files_mix_them(
         {"system": "You ", "old": UPDATES[0], "new": UPDATES[1], "suffix": "?", "query": "!", "id": 3},
         {"messages": [{"role": "system", "content": content}, {"role": "user", "content": "Hello?"}]},
     ]
-    output = tmp_path / "positions.json"
+    output = tmp_path / "[red].json"
     file = written(tmp_path / "prompts.jsonl", records)
     learn(model, file, output)
     by_template = slots_of(output)
@@ -84,6 +84,7 @@ def test_every_shape_of_record_is_read_when_files_mix_them(
     assert template and sum(slot["lengths"].values()) == 1
     shown = capsys.readouterr().out
     assert "plain text: 5 prompts" in shown and "chat template" in shown and "context per prompt" in shown
+    assert f"{output}: for EngineConfig" in shown, "no text is read as markup"
     learn(model, file, output)
     assert sum(slots_of(output)[None][0]["lengths"].values()) == 10, "a second run adds to the first"
 

@@ -58,7 +58,13 @@ def draw(summaries: Sequence[Summary], variants: Sequence[Variant], model: str, 
     for panel in panels[len(sets) :]:
         panel.set_axis_off()
     figure.suptitle(
-        f"What reuse saves and what it costs ({model})", x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK
+        f"What reuse saves and what it costs ({model})",
+        x=0.01,
+        ha="left",
+        fontsize=13,
+        fontweight="bold",
+        color=_INK,
+        parse_math=False,
     )
     by_name = {variant.name: variant for variant in variants}
     labels = [_draw_panel(panel, of_set, by_name) for panel, of_set in zip(panels, sets, strict=False)]
@@ -104,7 +110,8 @@ def _draw_panel(axes: Axes, summaries: Sequence[Summary], variants: Mapping[str,
             labels.append(Label(name, summary.ttft_seconds, _height(summary, floor), _darker(colour), size))
     _scale(axes, summaries, floor)
     prompts = "prompt" if summaries[0].prompts == 1 else "prompts"
-    axes.set_title(f"{summaries[0].turn_set}: {summaries[0].prompts} {prompts}", loc="left", fontsize=10, color=_INK)
+    title = f"{summaries[0].turn_set}: {summaries[0].prompts} {prompts}"
+    axes.set_title(title, loc="left", fontsize=10, color=_INK, parse_math=False)
     return labels
 
 

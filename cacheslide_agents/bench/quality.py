@@ -11,6 +11,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from cacheslide_agents.engine import Engine
 from cacheslide_agents.engine.config import DtypeName
@@ -105,7 +106,7 @@ def run(
     }
     wanted = _wanted(summaries, compared, where, settings, problems, measured, json_file, csv_file, picture_file)
     written = write_files(
-        wanted if summaries else [], lambda text: console.print(text, highlight=False), _fail, "bench"
+        wanted if summaries else [], lambda text: console.print(Text(text), soft_wrap=True), _fail, "bench"
     )
     if interrupted:
         _fail(f"stopped after {sum(map(len, measured.values()))} of {sum(len(one.turns) for one in sets)} prompts")
@@ -133,7 +134,7 @@ def measure_sets(
         problems: What is wrong with turns that are left out is added here.
         fail: Takes the same, one at a time.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("warming up", total=sum(len(one.turns) for one in sets))
         warm = False

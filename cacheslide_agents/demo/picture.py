@@ -51,7 +51,7 @@ def draw(turns: Sequence[Turn], model: str, kind: str) -> bytes:
     _draw_strips(strips, turns)
     _draw_times(times, turns)
     title = f"What {len(turns)} turns of an agent reused while its memory was edited ({model})"
-    figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold", color=_INK)
+    figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold", color=_INK, parse_math=False)
     strips.set_title(_subtitle(turns), loc="left", x=-0.055, fontsize=10, color=_INK, linespacing=1.4, pad=10)
     return image_bytes(figure, kind)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,18 @@ def test_what_was_measured_is_shown_when_it_is_interrupted(engine, tmp_path, mon
     assert stopped.value.exit_code == 130
     assert "mine: 1 prompt," in _shown(console)
     assert "stopped after 1 of 2 prompts" in capsys.readouterr().err
+
+
+def test_names_are_shown_as_they_are_when_they_look_like_markup(engine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    console = _console()
+    mine = Path(_file(tmp_path, {**RECORD, "id": "turn [/0] :dog:"})).rename(tmp_path / r"[bold] :cat: $\x$.jsonl")
+    files = {"json_file": tmp_path / "[red].json", "picture_file": tmp_path / "q.png"}
+    run([str(mine)], policies=["prefix"], repeats=1, answer_tokens=2, console=console, engine=engine, **files)
+    assert r"[bold] :cat: $\x$: 1 prompt, time and divergence" in _shown(console)
+    assert f"figures: {tmp_path}/[red].json\n" in _shown(console)
+    assert r"[bold] :cat: $\x$: turn [/0] :dog:" in capsys.readouterr().err
 
 
 def test_samples_differ_from_turn_to_turn_when_read():
