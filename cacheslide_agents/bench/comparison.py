@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from statistics import mean, median
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from cacheslide_agents.engine import Engine, EngineConfig, Output, Receipt, SamplingParams
 from cacheslide_agents.engine.config import PAGE_TOKENS, PER_REQUEST, DtypeName
-from cacheslide_agents.engine.errors import PromptError
+from cacheslide_agents.engine.errors import ModelError, PromptError
 from cacheslide_agents.engine.reuse.policies import policy_named
 from cacheslide_agents.engine.run.drift import cksim_by_layer, kl_divergence, top_margin
 
@@ -142,6 +143,7 @@ class Comparison:
         Raises:
             PromptError: A prompt is malformed or does not fit the context, or the pool does not hold both; nothing
                 stays cached.
+            ModelError: The model gives logits that are not finite; nothing stays cached.
         """
         try:
             self._take_first(turns)
@@ -200,16 +202,23 @@ class Comparison:
             output = outputs[variant.name]
             agreeing = (scores.logits.argmax(-1) == full.logits.argmax(-1)) & clear
             keys, values = _cksim(scores.kv, full.kv, output.receipt)
+            kl = float(kl_divergence(full.logits, scores.logits).mean())
+            leak = None if scores.old_value is None else scores.old_value - (full.old_value or 0.0)
+            if not isfinite(kl) or not isfinite(leak or 0.0):
+                raise ModelError(
+                    f"the model gives logits for {variant.name} that are not finite numbers: the weights are damaged "
+                    "or overflow in their dtype; measure in float32"
+                )
             measurements.append(
                 Measurement(
                     turns=turns.id,
                     variant=variant.name,
                     receipt=output.receipt,
                     ttft_seconds=median(seconds[variant.name]),
-                    kl=float(kl_divergence(full.logits, scores.logits).mean()),
+                    kl=kl,
                     agreeing_tokens=int(agreeing.sum()),
                     clear_tokens=int(clear.sum()),
-                    leak=None if scores.old_value is None else scores.old_value - (full.old_value or 0.0),
+                    leak=leak,
                     key_cksim=keys,
                     value_cksim=values,
                     answer=output.text,

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from cacheslide_agents.engine import Engine
 from cacheslide_agents.engine.config import DtypeName
-from cacheslide_agents.engine.errors import ConfigError, PromptError
+from cacheslide_agents.engine.errors import ConfigError, ModelError, PromptError
 
 from ..environment import environment
 from ..files import WantedFile, image_format, write_files
@@ -125,7 +125,7 @@ def measure_sets(
     problems: list[str],
     fail: Callable[[str], None],
 ) -> None:
-    """Measures every pair of turns; those that the model cannot take are reported and left out.
+    """Measures every pair of turns; those that the model cannot take or gives no numbers for are reported and left out.
 
     Args:
         comparison: What measures.
@@ -147,7 +147,7 @@ def measure_sets(
                         warm = True
                     progress.update(task, description=f"{turn_set.name}: {turns.id}")
                     measured[turn_set.name].append(comparison.measure(turns))
-                except PromptError as error:
+                except (PromptError, ModelError) as error:
                     problems.append(f"{turn_set.name}: {turns.id}: {error}")
                     fail(problems[-1])
                 progress.advance(task)

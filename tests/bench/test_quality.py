@@ -17,8 +17,10 @@ from rich.console import Console
 from cacheslide_agents import cli
 from cacheslide_agents.bench.quality import run
 from cacheslide_agents.bench.samples import samples
+from cacheslide_agents.engine import Engine, EngineConfig
 from cacheslide_agents.engine.errors import ConfigError
 from tests.engine.turns import ANSWER, HISTORY, NEW, OLD, QUERY, SYSTEM, tiny_engine
+from tests.tiny import tiny_model, tiny_tokenizer
 
 RECORD = {"system": SYSTEM, "old": OLD, "new": NEW, "suffix": HISTORY, "query": QUERY, "answer": ANSWER}
 
@@ -85,6 +87,22 @@ def test_others_are_measured_when_a_record_is_bad_or_too_long(engine, tmp_path, 
     assert "mine.jsonl:1: " in errors
     assert "mine: long: the prompt has" in errors and "shorten the prompt" in errors
     assert "2 records were left out" in errors
+
+
+@pytest.mark.parametrize("where", ["query", "answer", "old_value"])
+def test_others_are_measured_when_the_model_gives_no_numbers_for_one(where, tmp_path, capsys):
+    model, tokenizer = tiny_model(), tiny_tokenizer(None)
+    (broken,) = tokenizer.encode("Q", add_special_tokens=False)
+    model.state_dict()["model.embed_tokens.weight"][broken] = float("nan")
+    console, records = _console(), [{**RECORD, "id": "broken", where: "QQ"}, RECORD]
+    settings = EngineConfig(pool_tokens=8192, dtype="float32")
+    with Engine.from_model(model, tokenizer, settings) as engine, pytest.raises(typer.Exit) as stopped:
+        run([_file(tmp_path, *records)], policies=["prefix"], repeats=1, console=console, engine=engine)
+    assert stopped.value.exit_code == 1
+    assert "mine: 1 prompt," in _shown(console)
+    errors = capsys.readouterr().err
+    assert "mine: broken: the " in errors and "finite number" in errors
+    assert "1 record was left out" in errors
 
 
 def test_error_is_raised_when_no_prompt_can_be_measured(engine, tmp_path):
