@@ -5,9 +5,10 @@ What a person can get wrong ends as one line on stderr and exit status 2 (a sett
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TextIO
 
 import typer
 
@@ -206,3 +207,20 @@ def main() -> None:
     except CacheSlideError as error:
         typer.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
         sys.exit(2 if isinstance(error, (ConfigError, PromptError)) else 1)
+    except OSError as error:
+        if _can_be_written(sys.stdout):
+            raise
+        typer.secho(f"error: standard output cannot be written: {error.strerror or error}", fg="red", err=True)
+        sys.exit(1)
+
+
+def _can_be_written(stream: TextIO) -> bool:
+    """Whether a stream takes a line; one that does not is turned to nowhere, since Python writes to it at exit."""
+    try:
+        stream.write("\n")
+        stream.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+        return False
+    return True

@@ -79,14 +79,15 @@ def run(files: Sequence[Path], *, model: str | None, quantile: float, namespace:
     for template, prompt in encoded:
         profile = learned.setdefault(ProfileKey(namespace, template), PositionProfile())
         profile.observe(update.num_tokens for update in updates_of(prompt))
-    console = standard_console()
-    for key, profile in learned.items():
-        _show(console, key, profile, [prompt for template, prompt in encoded if template == key.template], quantile)
     if output is not None:
         try:
             add_to_file(output, identity, learned)
         except OSError as error:
             raise CacheFolderError(f"{output} cannot be written ({error.strerror}): name another --output") from error
+    console = standard_console()
+    for key, profile in learned.items():
+        _show(console, key, profile, [prompt for template, prompt in encoded if template == key.template], quantile)
+    if output is not None:
         told = f"{output}: for EngineConfig(learned_positions=True, positions_file=…) with {identity.name}"
         console.print(Text(told), soft_wrap=True)
 

@@ -57,6 +57,25 @@ def test_error_is_one_line_when_a_command_fails(
     assert shown.err == f"error: {' '.join(str(error).split())}\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
+@pytest.mark.parametrize("text", ["short", "longer than any buffer" * 10_000])
+def test_error_is_one_line_when_standard_output_is_full(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "__version__", text)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert _run(monkeypatch, "--version") == 1
+    assert capsys.readouterr().err == "error: standard output cannot be written: No space left on device\n"
+
+
+def test_traceback_is_kept_when_an_error_is_not_about_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cacheslide_agents.demo", _raising(OSError("something")))
+    monkeypatch.setattr(sys, "argv", ["cacheslide", "demo"])
+    with pytest.raises(OSError, match="something"):
+        cli.main()
+
+
 def test_usage_is_explained_when_an_option_does_not_exist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheslide_agents import cli
+from cacheslide_agents import cli, profile
 from cacheslide_agents.engine import ConfigError, Engine, EngineConfig, Prompt, SamplingParams, Segment
 from cacheslide_agents.engine.model import loading
 from cacheslide_agents.engine.model.identity import ModelIdentity
@@ -145,6 +145,19 @@ def test_no_weight_is_read_when_a_profile_is_learned(
 ) -> None:
     monkeypatch.setattr(loading, "_from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     learn(model, written(tmp_path / "prompts.jsonl", SEGMENTS))
+
+
+def test_profile_is_written_when_it_cannot_be_shown(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(profile, "standard_console", refuse)
+    output = tmp_path / "positions.json"
+    with pytest.raises(OSError, match="No space left"):
+        learn(model, written(tmp_path / "prompts.jsonl", SEGMENTS), output)
+    assert slots_of(output)
 
 
 @pytest.mark.real_model

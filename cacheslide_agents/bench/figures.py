@@ -7,7 +7,8 @@ The JSON file holds one object:
                   threads, load average at the end, device, dtype, model, context_tokens, date (UTC)
     settings      of the comparison: variants [{name, policy, settings}], repeats, answer_tokens
     left_out      what is wrong with each record that could not be used
-    summaries     one object a set of turns and variant: the fields of `Summary`
+    summaries     one object a set of turns and variant: the fields of `Summary`; none if Ctrl-C came while they were
+                  made
     measurements  one object a pair of turns and variant: the set's name, the fields of `Measurement`, the receipt as
                   `Receipt.to_dict()` gives it
 """

@@ -71,8 +71,9 @@ def run(
     Raises:
         ConfigError: An input, a policy or a budget does not exist, or no record can be used.
         CacheSlideError: The model cannot be loaded, or a package of the extra `bench` is absent.
+        OSError: Standard output cannot be written; the files are there.
         typer.Exit: With 1 if a record was left out or a file cannot be written, after everything was shown; with 130
-            after Ctrl-C, when what was measured until then is shown.
+            after Ctrl-C, when what was measured until then is written and shown.
     """
     require_metrics()
     console = console or standard_console()
@@ -93,21 +94,22 @@ def run(
     finally:
         if engine is None:
             loaded.close()
-    summaries = [summary for name, turns in measured.items() if turns for summary in summarize(name, turns)]
+    summaries: list[Summary] = []
+    try:
+        summaries = [summary for name, turns in measured.items() if turns for summary in summarize(name, turns)]
+    except KeyboardInterrupt:
+        interrupted = True
     if not summaries and not interrupted:
         raise ConfigError(f"no prompt could be measured. {problems[-1]}")
-    show_summaries(console, summaries)
-    if summaries:
-        console.print(LEGEND, style="dim", soft_wrap=True)
     settings = {
         "variants": [asdict(variant) for variant in compared],
         "repeats": repeats,
         "answer_tokens": answer_tokens,
     }
     wanted = _wanted(summaries, compared, where, settings, problems, measured, json_file, csv_file, picture_file)
-    written = write_files(
-        wanted if summaries else [], lambda text: console.print(Text(text), soft_wrap=True), _fail, "bench"
-    )
+    told: list[str] = []
+    written = write_files(wanted, told.append, _fail, "bench")  # before standard output, which may fail
+    _show(console, summaries, told)
     if interrupted:
         _fail(f"stopped after {sum(map(len, measured.values()))} of {sum(len(one.turns) for one in sets)} prompts")
         raise typer.Exit(130)
@@ -164,17 +166,27 @@ def _wanted(
     csv_file: Path | None,
     picture_file: Path | None,
 ) -> list[WantedFile]:
+    """The files that there is something for: after Ctrl-C there may be measurements without summaries, or neither."""
     files = []
-    if json_file is not None:
+    if json_file is not None and any(measured.values()):
         files.append(
             WantedFile("figures", json_file, lambda: as_json(where, settings, problems, summaries, measured).encode())
         )
-    if csv_file is not None:
+    if csv_file is not None and summaries:
         files.append(WantedFile("summaries", csv_file, lambda: as_csv(summaries).encode()))
-    if picture_file is not None:
+    if picture_file is not None and summaries:
         kind = image_format(picture_file)
         files.append(WantedFile("picture", picture_file, lambda: draw(summaries, compared, str(where["model"]), kind)))
     return files
+
+
+def _show(console: Console, summaries: Sequence[Summary], files: Sequence[str]) -> None:
+    """Shows the tables, what they mean, and where the files are."""
+    show_summaries(console, summaries)
+    if summaries:
+        console.print(LEGEND, style="dim", soft_wrap=True)
+    for file in files:
+        console.print(Text(file), soft_wrap=True)
 
 
 def _cut(turn_set: TurnSet, limit: int | None) -> TurnSet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import sys
@@ -129,6 +130,33 @@ def test_what_was_measured_is_shown_when_it_is_interrupted(engine, tmp_path, mon
     assert stopped.value.exit_code == 130
     assert "mine: 1 prompt," in _shown(console)
     assert "stopped after 1 of 2 prompts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["summarize", "show_summaries", "draw"])
+def test_figures_are_written_when_it_is_interrupted_after_measuring(part, engine, tmp_path, monkeypatch):
+    from cacheslide_agents.bench import quality
+
+    def interrupt(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quality, part, interrupt)
+    files = {"json_file": tmp_path / "q.json", "csv_file": tmp_path / "q.csv", "picture_file": tmp_path / "q.png"}
+    asked: dict[str, Any] = {"policies": ["prefix"], "repeats": 1, "console": _console(), "engine": engine}
+    with pytest.raises((typer.Exit, KeyboardInterrupt)):
+        run([_file(tmp_path, RECORD)], **asked, **files)
+    assert len(json.loads(files["json_file"].read_text(encoding="utf-8"))["measurements"]) == 2
+
+
+def test_files_are_written_when_standard_output_fails(engine, tmp_path):
+    class Full(io.StringIO):
+        def write(self, _text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = {"json_file": tmp_path / "q.json", "csv_file": tmp_path / "q.csv", "picture_file": tmp_path / "q.png"}
+    asked: dict[str, Any] = {"policies": ["prefix"], "repeats": 1, "console": Console(file=Full()), "engine": engine}
+    with pytest.raises(OSError, match="No space left"):
+        run([_file(tmp_path, RECORD)], **asked, **files)
+    assert all(path.exists() for path in files.values())
 
 
 def test_names_are_shown_as_they_are_when_they_look_like_markup(engine, tmp_path, monkeypatch, capsys):
