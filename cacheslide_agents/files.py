@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from cacheslide_agents.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +32,48 @@ class WantedFile(NamedTuple):
     name: str
     path: Path
     content: Callable[[], bytes]
+
+
+def check_targets(targets: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
+    """Refuses files that could not be written or would replace another, before work that they are to hold.
+
+    Args:
+        targets: Where files go, by the option that says so; None writes none. That of `--picture` is an image.
+        inputs: Files that are read.
+
+    Raises:
+        ConfigError: A target is no file, is an input or another target too, or its ending is no image format.
+    """
+    taken = dict.fromkeys(inputs, "an input")
+    for option, path in targets.items():
+        if path is None:
+            continue
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ConfigError(f"{option} {path} is a folder or a device, which cannot be replaced: name a file")
+        for other, what in taken.items():
+            if _are_one(path, other):
+                raise ConfigError(f"{option} {path} is {what} too, which would be lost: name another file")
+        taken[path] = f"the file of {option}"
+        if option == "--picture":
+            _check_image_format(path)
+
+
+def _are_one(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, through links, or in letters whose case their disk does not tell apart."""
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _check_image_format(path: Path) -> None:
+    """Refuses an ending that matplotlib has no format for; without matplotlib nothing is known."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return
+    known, kind = FigureCanvasBase.filetypes, image_format(path)
+    if kind not in known:
+        raise ConfigError(f"--picture {path} cannot be drawn as {kind}: end it in one of {', '.join(sorted(known))}")
 
 
 def write_files(

@@ -271,12 +271,10 @@ def test_figures_are_shown_when_a_file_cannot_be_written(
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["file", "turns.svg"]
 
 
-def test_picture_format_is_named_when_it_does_not_exist(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(typer.Exit):
-        _hold(checkpoint, picture_file=tmp_path / "turns.xyz")
-    assert "xyz" in capsys.readouterr().err
+def test_picture_format_is_named_when_it_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"turns\.xyz cannot be drawn as xyz: end it in one of .*png"):
+        _hold(tmp_path / "no model", picture_file=tmp_path / "turns.xyz")
+    assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
 
 

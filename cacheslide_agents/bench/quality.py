@@ -18,13 +18,13 @@ from cacheslide_agents.engine.config import DtypeName
 from cacheslide_agents.engine.errors import ConfigError, ModelError, PromptError
 
 from ..environment import environment
-from ..files import WantedFile, image_format, write_files
+from ..files import WantedFile, check_targets, image_format, write_files
 from ..tables import standard_console
 from .answers import require_metrics
 from .comparison import Comparison, Measurement, measuring_config
 from .figures import as_csv, as_json
 from .picture import draw
-from .records import read_inputs
+from .records import input_path, read_inputs
 from .samples import samples
 from .summary import Summary, summarize
 from .table import LEGEND, show_summaries
@@ -69,7 +69,8 @@ def run(
         engine: Measured instead of a model that is loaded for it, and not closed.
 
     Raises:
-        ConfigError: An input, a policy or a budget does not exist, or no record can be used.
+        ConfigError: An input, a policy or a budget does not exist, a file cannot be one or would replace another, or no
+            record can be used.
         CacheSlideError: The model cannot be loaded, or a package of the extra `bench` is absent.
         OSError: Standard output cannot be written; the files are there.
         typer.Exit: With 1 if a record was left out or a file cannot be written, after everything was shown; with 130
@@ -78,6 +79,8 @@ def run(
     require_metrics()
     console = console or standard_console()
     compared = variants(policies or all_policies(), budgets)
+    targets = {"--json": json_file, "--csv": csv_file, "--picture": picture_file}
+    check_targets(targets, map(input_path, inputs))
     sets, problems = read_inputs(inputs, limit) if inputs else ([_cut(samples(), limit)], [])
     for problem in problems:
         _fail(problem)

@@ -184,7 +184,7 @@ def read_inputs(names: Sequence[str], limit: int | None = None) -> tuple[list[Tu
     sets: list[TurnSet] = []
     problems: list[str] = []
     for name in names:
-        turn_set, wrong = read_turns(_path(name), limit)
+        turn_set, wrong = read_turns(input_path(name), limit)
         if turn_set.name in (other.name for other in sets):
             raise ConfigError(f"two inputs are called {turn_set.name!r}: figures are told apart by name; rename a file")
         sets.append(turn_set)
@@ -192,7 +192,15 @@ def read_inputs(names: Sequence[str], limit: int | None = None) -> tuple[list[Tu
     return sets, problems
 
 
-def _path(name: str) -> Path:
+def input_path(name: str) -> Path:
+    """The file of an input: itself, or a family's.
+
+    Args:
+        name: As in `read_inputs`.
+
+    Raises:
+        ConfigError: There is no such file or family.
+    """
     if (path := Path(name)).exists():
         return path
     folder = os.environ.get("CACHESLIDE_DATA")

@@ -106,6 +106,14 @@ def test_others_are_measured_when_the_model_gives_no_numbers_for_one(where, tmp_
     assert "1 record was left out" in errors
 
 
+def test_file_is_refused_before_the_model_is_loaded_when_it_is_an_input(tmp_path):
+    mine = Path(_file(tmp_path, RECORD))
+    before = mine.read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--csv .*mine\.jsonl is an input too"):
+        run([str(mine)], csv_file=mine, model=str(tmp_path / "no model"), console=_console())
+    assert mine.read_text(encoding="utf-8") == before
+
+
 def test_error_is_raised_when_no_prompt_can_be_measured(engine, tmp_path):
     with pytest.raises(ConfigError, match=r"no prompt could be measured\. mine: mine-1: the prompt has"):
         run([_file(tmp_path, {**RECORD, "suffix": HISTORY * 40})], console=_console(), engine=engine)
