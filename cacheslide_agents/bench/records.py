@@ -157,18 +157,19 @@ def read_turns(path: Path, limit: int | None = None) -> tuple[TurnSet, list[str]
     Raises:
         ConfigError: The file cannot be read, or no record of it can be used.
     """
+    name = os.fsencode(path.stem).decode(errors="replace")  # a file's name may hold bytes that no text does
     turns: list[Turns] = []
     problems: list[str] = []
     for number, line in numbered_lines(path):
         if limit is not None and len(turns) >= limit:
             break
         try:
-            turns.append(parse_turns(parse_object(line), f"{path.stem}-{number}"))
+            turns.append(parse_turns(parse_object(line), f"{name}-{number}"))
         except RecordError as error:
             problems.append(f"{path}:{number}: {error}")
     if not turns:
         raise ConfigError(f"no record of {path} can be used. {problems[0] if problems else 'It is empty: ' + FORMAT}")
-    return TurnSet(path.stem, tuple(turns)), problems
+    return TurnSet(name, tuple(turns)), problems
 
 
 def read_inputs(names: Sequence[str], limit: int | None = None) -> tuple[list[TurnSet], list[str]]:

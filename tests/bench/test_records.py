@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,12 @@ def test_record_is_read_when_an_editor_put_a_byte_order_mark_before_it(tmp_path:
     path.write_bytes(codecs.BOM_UTF8 + json.dumps(EDIT).encode() + b"\r\n")
     turn_set, problems = read_turns(path)
     assert (len(turn_set.turns), problems) == (1, [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems allow no such names")
+def test_names_are_text_when_the_file_name_is_no_utf_8(tmp_path: Path) -> None:
+    turn_set, _ = read_turns(_file(tmp_path, EDIT, name="caf\udce9.jsonl"))
+    assert (turn_set.name, turn_set.turns[0].id) == ("caf\ufffd", "caf\ufffd-1")
 
 
 def test_only_so_many_are_read_when_there_is_a_limit(tmp_path: Path) -> None:
