@@ -24,6 +24,7 @@ from cacheslide_agents.demo import run
 from cacheslide_agents.demo.agent import Edit
 from cacheslide_agents.demo.figures import meaning, summarize
 from cacheslide_agents.demo.measure import POLICIES, TREATMENTS, Measurement, Part, Run, Turn
+from cacheslide_agents.demo.picture import draw
 from cacheslide_agents.demo.screen import SYMBOLS, Screen
 from cacheslide_agents.demo.script import WORKSHOP, Script, ScriptedTurn
 from cacheslide_agents.demo.strip import MIN_CELLS, Runs, ruler, strip
@@ -250,6 +251,10 @@ def test_picture_is_drawn_when_a_png_is_wanted(outcome: tuple[str, dict[str, Any
     assert content.startswith(b"\x89PNG")
     assert len(content) > 20_000
     assert sorted(path.name for path in outcome[2].parent.iterdir()) == ["turns.json", "turns.png"]
+
+
+def test_model_name_is_shown_as_it_is_when_it_looks_like_a_formula() -> None:
+    assert draw([_turn(1), _turn(2)], r"tiny $\x$", "png").startswith(b"\x89PNG")
 
 
 def _hold(model: Path, **settings: Any) -> None:
