@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..model.spec import ModelSpec
 from ..position.rope import Rotary, rotate_keys, turn_by
@@ -87,14 +88,14 @@ def attention_change(
     for layer_idx in queries.layers:
         query, lse = queries.read(layer_idx, slots)
         for side, _ in sides:
-            side.read(layer_idx, query)
+            side.read(layer_idx, query, lse)
         values = [side.values() for side, _ in sides]
         norms = torch.cat([value.norm(dim=-1) for value in values], 1).mean(1)
+        values = [F.pad(value, (0, 1), value=1.0) for value in values]  # the last column adds up what is paid
         for part in _chunks(len(slots), spec.num_heads * max(spec.head_dim, num_keys)):
             change = torch.zeros((), device=total.device)
             for (side, goes), value in zip(sides, values, strict=True):
-                weights = side.weights(part, lse)
-                paid, gathered = weights.sum(-1, keepdim=True), weights @ value
+                gathered, paid = (side.weights(part) @ value).split((spec.head_dim, 1), dim=-1)
                 change = change - gathered / paid.clamp_min(1.0) if goes else change + gathered / (1 + paid)
             sizes = change.norm(dim=-1) / norms.clamp_min(1e-30).unsqueeze(1)
             total[part] += sizes.view(spec.num_kv_heads, part.stop - part.start, -1).mean((0, 2))
@@ -119,10 +120,9 @@ def demand(pool: PagePool, queries: StoredQueries, spec: ModelSpec, slots: Tenso
         return total
     side = _Side(pool, spec, asking)
     for layer_idx in queries.layers:
-        query, lse = queries.read(layer_idx, slots)
-        side.read(layer_idx, query)
+        side.read(layer_idx, *queries.read(layer_idx, slots))
         for part in _chunks(len(slots), spec.num_heads * len(total)):
-            total += side.weights(part, lse).sum((0, 1))
+            total += side.weights(part).sum((0, 1))
     return total / max(1, len(queries.layers)) / (len(slots) * spec.num_heads)
 
 
@@ -146,37 +146,30 @@ class _Side:
         turned = bool(np.any(asking.turns))
         self._turn: Rotary | None = turn_by(torch.from_numpy(asking.turns), spec.rope, device) if turned else None
 
-    def read(self, layer_idx: int, query: Tensor) -> None:
-        """Takes a layer's keys, and its queries (rows, heads, head_dim) float32."""
+    def read(self, layer_idx: int, query: Tensor, lse: Tensor) -> None:
+        """Takes a layer's keys, and its queries (rows, heads, head_dim) and their lse (rows, heads), both float32."""
         spec = self._spec
         self._layer = self._pool.layer(layer_idx)
         key = self._layer[:, : spec.num_kv_heads].index_select(0, self._keys.slots).float()
         if self._turn is not None:
             query = rotate_keys(query, self._turn, spec.rope)
-        self._key = key.permute(1, 2, 0) * spec.attention_scale
-        self._query = query.view(len(query), spec.num_kv_heads, -1, spec.head_dim).transpose(0, 1)
+        # One dimension more takes the log-sum-exps off the scores in the same product.
+        self._key = F.pad(key.permute(1, 2, 0) * spec.attention_scale, (0, 0, 0, 1), value=1.0)
+        query = torch.cat((query, -lse.unsqueeze(-1)), -1)
+        self._query = query.view(len(query), spec.num_kv_heads, -1, spec.head_dim + 1).transpose(0, 1)
         self._window = spec.windows[layer_idx]
 
     def values(self) -> Tensor:
         """The layer's values, (kv_heads, keys, head_dim) float32."""
         return self._layer[:, self._spec.num_kv_heads :].index_select(0, self._keys.slots).float().transpose(0, 1)
 
-    def weights(self, part: slice, lse: Tensor) -> Tensor:
-        """exp(scaled scores − lse) of some rows, 0 where a query does not see a key.
-
-        Args:
-            part: Which rows.
-            lse: (rows, heads) float32: of all rows.
-
-        Returns:
-            (kv_heads, rows * group, keys) float32.
-        """
+    def weights(self, part: slice) -> Tensor:
+        """exp(scaled scores − lse) of some rows, 0 where a query does not see a key; (kv_heads, rows * group, keys)."""
         heads, keys = self._spec.num_kv_heads, len(self._keys.tokens)
         scores = self._query[:, part].flatten(1, 2) @ self._key
-        by_row = scores.view(heads, part.stop - part.start, -1, keys)
-        by_row -= lse[part].view(part.stop - part.start, heads, -1).transpose(0, 1).unsqueeze(-1)
         # Some rows at a time too: a mask of all would take gigabytes for a long prompt.
         if self._window is not None or self._asking.tokens[part].min() <= self._keys.tokens[-1]:
+            by_row = scores.view(heads, part.stop - part.start, -1, keys)
             by_row.masked_fill_(self._hidden(part).unsqueeze(1), -torch.inf)
         weights: Tensor = scores.clamp_max_(_MAX_SCORE).exp_()
         return weights

@@ -18,7 +18,7 @@ from ..reuse.staleness import Asking, Keys, attention_change, demand
 from ..slide.assembly import Assembly
 from .forward import Forward
 
-ASKING_TOKENS = 64
+ASKING_TOKENS = 32
 """Tokens behind the last slid one that say what is in demand. They are computed twice if anything is corrected."""
 
 

@@ -13,7 +13,10 @@ from torch import Tensor
 from ..model.spec import ModelSpec
 from .slots import Slots
 
-MAX_PROBES = 3
+MAX_PROBES = 5
+"""Text that says again what an update says hangs on it by heads that copy, which lie in few layers: too few probes
+miss them, and with them the stalest tokens of a conversation about what the memory says."""
+
 MIDDLE = (0.2, 0.8)
 """The part of the model's depth that probe layers lie in if enough are usable there. Attention tells most there:
 staleness measured in the middle goes best with how far a token really is from a full prefill."""
@@ -26,7 +29,7 @@ _SCALES = (2.0**-24, 65504.0)  # what float16 holds, without zero
 
 
 def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
-    """The layers whose queries are stored: up to three in the middle, as many as `MAX_SHARE` allows.
+    """The layers whose queries are stored: up to five in the middle, as many as `MAX_SHARE` allows.
 
     Layer 0 is never one of them: its keys depend on the token alone. Nor is the last, which not every row enters.
     Layers that see everything are preferred to those with a sliding window.

@@ -38,16 +38,20 @@ def stored_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize(
     ("spec", "dtype", "layers"),
     [
-        (SMOLLM2_135M, torch.bfloat16, (9, 15, 21)),
-        (SMOLLM2_135M, torch.float32, (9, 15, 21)),
-        (MISTRAL_7B, torch.bfloat16, (10, 16, 22)),
+        (SMOLLM2_135M, torch.bfloat16, (7, 11, 15, 18, 22)),
+        (SMOLLM2_135M, torch.float32, (7, 11, 15, 18, 22)),
+        (MISTRAL_7B, torch.bfloat16, (9, 14, 18, 23)),
         (ONE_KEY_HEAD, torch.bfloat16, ()),
         (
             geometry(26, 8, 4, 64, tuple(None if layer % 6 == 5 else 64 for layer in range(26))),
             torch.float32,
-            (5, 17, 23),
+            (5, 11, 17, 23),
         ),
-        (geometry(26, 8, 4, 64, tuple(None if layer % 2 else 64 for layer in range(26))), torch.float32, (9, 13, 17)),
+        (
+            geometry(26, 8, 4, 64, tuple(None if layer % 2 else 64 for layer in range(26))),
+            torch.float32,
+            (7, 11, 13, 15, 19),
+        ),
         (geometry(1, 4, 4, 64), torch.float32, ()),
         (geometry(2, 4, 4, 64), torch.float32, ()),
         (geometry(3, 4, 4, 64), torch.float32, (1,)),
