@@ -269,3 +269,24 @@ def test_heads_are_corrected_when_a_model_leaves_no_room_for_queries(model: dict
             receipts.append(engine.generate(Prompt([SYSTEM, NEW, HISTORY, QUERY]), ONE, session="s").receipt)
     assert receipts[0].treatments == receipts[1].treatments
     assert receipts[1].policy == "slide" and receipts[1].corrected_tokens > 0
+
+
+@pytest.mark.real_model
+def test_text_that_says_again_what_a_new_line_says_is_corrected_first() -> None:
+    said = "Melanie: That's great! I just signed up for a pottery class yesterday. It's like therapy for me.\n"
+    talk = "".join(
+        f"Caroline: On day {day} we walked along the river and talked about the garden.\n" for day in range(20)
+    )
+    asked = Segment.suffix("Question: When did Melanie sign up for a pottery class?\nThe answer is")
+    old, new = (
+        Segment.update(f"<memory>\n- Melanie {line}\n- Caroline likes the river.\n</memory>\n")
+        for line in ("values family time and finds it special.", "signed up for a pottery class, which is therapeutic.")
+    )
+    before, history = Segment.system("You keep a memory block.\n"), Segment.suffix(talk + said + talk)
+    with Engine.load(EngineConfig(dtype="float32", pool_tokens=8192, correction_share=0.02)) as engine:
+        engine.generate(Prompt([before, old, history]), ONE, session="s")
+        prompt = Prompt([before, new, history, asked])
+        treatments = engine.generate(prompt, ONE, session="s").receipt.treatments
+        start = engine.count_tokens(prompt.text[: prompt.text.index(" signed up for a pottery class yesterday")])
+        corrected = {token for first, last, how in treatments if how == "corrected" for token in range(first, last)}
+        assert {start, start + 1} <= corrected, "' signed up': what a copying head finds in the new line"
