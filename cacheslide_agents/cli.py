@@ -142,7 +142,9 @@ def bench_quality(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each input.", show_default="all")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions of each prompt.")] = 3,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 24,
+    answer_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest answer in tokens; with a gold answer, its length.")
+    ] = 24,
     model: Annotated[
         str | None, typer.Option(help="A model folder, hub id or GGUF file instead of the bundled one.")
     ] = None,

@@ -20,6 +20,7 @@ class Summary:
         variant: The variant's name.
         prompts: Pairs of turns measured.
         fallbacks: Those of them in which less was reused than the policy allows.
+        sliding: Those of them in which text slid; the others tell nothing of what reuse costs.
         ttft_seconds: Median time to the first token.
         of_prefix: That time over `prefix`'s on the same turns, median of the ratios.
         of_recompute: The same over `recompute`'s.
@@ -47,6 +48,7 @@ class Summary:
     variant: str
     prompts: int
     fallbacks: int
+    sliding: int
     ttft_seconds: float
     of_prefix: float
     of_recompute: float
@@ -93,6 +95,7 @@ def _summary(turn_set: str, ones: list[Measurement], references: dict[str, list[
         variant=ones[0].variant,
         prompts=len(ones),
         fallbacks=sum(one.receipt.fallback is not None for one in ones),
+        sliding=sum(one.receipt.slid_tokens > 0 for one in ones),
         ttft_seconds=median(one.ttft_seconds for one in ones),
         of_prefix=_ratio(ones, references["prefix"]),
         of_recompute=_ratio(ones, references["recompute"]),

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ..tables import show_table
 from .summary import Summary
+from .variants import REFERENCES
 
 Column = tuple[str, Callable[[Summary], object]]
 
@@ -58,3 +59,11 @@ def show_summaries(console: Console, summaries: Sequence[Summary]) -> None:
         for row in rows:
             if row.fallbacks:
                 console.print(f"{row.variant}: {row.fallbacks} of {row.prompts} fell back", style="yellow")
+            if row.variant not in REFERENCES and row.sliding < row.prompts:
+                unmoved = row.prompts - row.sliding
+                console.print(
+                    f"{row.variant}: no text slid in {unmoved} of {row.prompts}, which say nothing about reuse: "
+                    "too little unchanged text stands behind the change",
+                    style="yellow",
+                    soft_wrap=True,
+                )

@@ -20,6 +20,7 @@ ONE = Summary(
     variant="slide",
     prompts=2,
     fallbacks=0,
+    sliding=1,
     ttft_seconds=0.3,
     of_prefix=0.3,
     of_recompute=0.2,

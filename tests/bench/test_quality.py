@@ -47,6 +47,13 @@ def _shown(console: Console) -> str:
     return console.file.getvalue()
 
 
+def test_the_table_says_so_when_nothing_slid_in_a_prompt(engine, tmp_path):
+    console = _console()
+    records = ({**RECORD, "id": "long"}, {**RECORD, "id": "short", "suffix": "Ann: Hello.\n"})
+    run([_file(tmp_path, *records)], policies=["slide"], repeats=1, answer_tokens=2, console=console, engine=engine)
+    assert "slide: no text slid in 1 of 2" in _shown(console) and "prefix: no text slid" not in _shown(console)
+
+
 def test_files_agree_with_the_table_when_two_prompts_are_measured(engine, tmp_path):
     console = _console()
     files: dict[str, Any] = {
