@@ -13,13 +13,11 @@ from torch import Tensor
 from ..model.spec import ModelSpec
 from .slots import Slots
 
-MAX_PROBES = 5
-"""Text that says again what an update says hangs on it by heads that copy, which lie in few layers: too few probes
-miss them, and with them the stalest tokens of a conversation about what the memory says."""
-
-MIDDLE = (0.2, 0.8)
-"""The part of the model's depth that probe layers lie in if enough are usable there. Attention tells most there:
-staleness measured in the middle goes best with how far a token really is from a full prefill."""
+DEPTHS = (0.3, 0.52, 0.73, 0.62, 0.23)
+"""Where probe layers lie among the usable ones, the most telling first. Attention tells most in the middle: staleness
+measured there goes best with how far a token really is from a full prefill. Text that says again what an update says
+hangs on it by heads that copy, which lie in few layers: these depths meet those of SmolLM2 (layers 7, 15, 18, 21), and
+lie apart, as other models may have them elsewhere."""
 
 MAX_SHARE = 0.15
 """Most bytes that stored queries may take, as a share of the K and V beside them."""
@@ -37,11 +35,7 @@ def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
     inner = range(1, spec.num_layers - 1)
     usable = [layer for layer in inner if spec.windows[layer] is None] or list(inner)
     affordable = int(MAX_SHARE * spec.kv_bytes_per_token(kv_dtype) / _probe_bytes(spec))
-    count = min(MAX_PROBES, len(usable), affordable)
-    low, high = (share * spec.num_layers for share in MIDDLE)
-    middle = [layer for layer in usable if low <= layer < high]
-    spread = middle if len(middle) >= count else usable
-    return tuple(spread[int((idx + 0.5) * len(spread) / count)] for idx in range(count))
+    return tuple(sorted({usable[int(depth * len(usable))] for depth in DEPTHS[:affordable] if usable}))
 
 
 def query_bytes_per_token(spec: ModelSpec, kv_dtype: torch.dtype) -> int:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheslide_agents.engine.model.spec import ModelSpec, RopeSpec
-from cacheslide_agents.engine.slide.queries import MAX_PROBES, StoredQueries, probe_layers
+from cacheslide_agents.engine.slide.queries import DEPTHS, StoredQueries, probe_layers
 from cacheslide_agents.engine.slide.slots import Slots
 
 CPU = torch.device("cpu")
@@ -38,19 +38,19 @@ def stored_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize(
     ("spec", "dtype", "layers"),
     [
-        (SMOLLM2_135M, torch.bfloat16, (7, 11, 15, 18, 22)),
-        (SMOLLM2_135M, torch.float32, (7, 11, 15, 18, 22)),
-        (MISTRAL_7B, torch.bfloat16, (9, 14, 18, 23)),
+        (SMOLLM2_135M, torch.bfloat16, (7, 9, 15, 18, 21)),
+        (SMOLLM2_135M, torch.float32, (7, 9, 15, 18, 21)),
+        (MISTRAL_7B, torch.bfloat16, (10, 16, 19, 22)),
         (ONE_KEY_HEAD, torch.bfloat16, ()),
         (
             geometry(26, 8, 4, 64, tuple(None if layer % 6 == 5 else 64 for layer in range(26))),
             torch.float32,
-            (5, 11, 17, 23),
+            (5, 11, 17),
         ),
         (
             geometry(26, 8, 4, 64, tuple(None if layer % 2 else 64 for layer in range(26))),
             torch.float32,
-            (7, 11, 13, 15, 19),
+            (5, 7, 13, 15, 17),
         ),
         (geometry(1, 4, 4, 64), torch.float32, ()),
         (geometry(2, 4, 4, 64), torch.float32, ()),
@@ -79,7 +79,7 @@ def test_probes_are_inner_layers_of_few_bytes_when_the_geometry_is_any(
     windows = tuple((None, 64)[windowed == 2 or (windowed == 1 and layer % 6 != 5)] for layer in range(layers))
     spec = geometry(layers, kv_heads * group, kv_heads, head_dim, windows)
     probes = probe_layers(spec, dtype)
-    assert len(probes) <= MAX_PROBES and list(probes) == sorted(set(probes))
+    assert len(probes) <= len(DEPTHS) and list(probes) == sorted(set(probes))
     assert 0 not in probes and layers - 1 not in probes
     assert stored_bytes(spec, dtype) <= 0.15 * spec.kv_bytes_per_token(dtype)
     if any(windows[layer] is None for layer in range(1, layers - 1)):
