@@ -15,7 +15,7 @@ from cacheslide_agents.engine.config import PolicyName
 from cacheslide_agents.engine.position.profile_file import ProfileKey
 from cacheslide_agents.engine.run import preparation
 from cacheslide_agents.engine.slide.assembly import UNKNOWN
-from tests.engine.turns import ANSWER, HISTORY, NEW, OLD, QUERY, SYSTEM, tiny_engine
+from tests.engine.turns import ANSWER, HISTORY, NEW, OLD, QUERY, SYSTEM, latest, tiny_engine
 from tests.reference.session_check import WatchedEngine
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -138,9 +138,8 @@ def test_moved_text_counts_as_changed_when_another_session_reserves_no_range(pol
         engine.generate(turn(OLD), ONE, session="s")
         receipt = engine.generate(turn(OLD), ONE).receipt
         assert receipt.positions == "contiguous" and receipt.slid_tokens
-        latest, *_ = engine._runner.preparation.index.by_recency()
         assert (receipt.corrected_tokens > 0) == (policy == "head")
-        assert (latest.staleness.max() == UNKNOWN) == (policy == "head")
+        assert (latest(engine).staleness.max() == UNKNOWN) == (policy == "head")
 
 
 def test_ranges_are_dropped_for_the_session_when_they_no_longer_fit() -> None:

@@ -32,8 +32,18 @@ def two_turns(engine: Engine, session: str = "s") -> CachedSequence:
     """Takes both turns; the second one's sequence as it is cached."""
     engine.generate(first_turn(), FEW, session=session)
     engine.generate(second_turn(), FEW, session=session)
-    latest, *_ = engine._runner.preparation.index.by_recency()
-    return latest
+    return latest(engine)
+
+
+def sequences(engine: Engine) -> list[CachedSequence]:
+    """All that is cached, the most recently used first."""
+    found: list[CachedSequence] = engine._runner.preparation.index.by_recency()
+    return found
+
+
+def latest(engine: Engine) -> CachedSequence:
+    """The most recently used cached sequence."""
+    return sequences(engine)[0]
 
 
 def staleness_of(receipt: Receipt) -> float:

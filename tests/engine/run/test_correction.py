@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
-from cacheslide_agents.engine.reuse.index import CachedSequence
 from cacheslide_agents.engine.slide.assembly import UNKNOWN
-from tests.engine.turns import staleness_of
+from tests.engine.turns import latest, staleness_of
 from tests.reference.dense_pass import DensePass
 from tests.reference.session_check import WatchedEngine
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -31,13 +30,6 @@ ONE = SamplingParams(max_tokens=1)
 def tiny_engine(family: str = "llama", model: dict[str, Any] | None = None, **settings: Any) -> Engine:
     config = EngineConfig(**{"pool_tokens": 8192, "dtype": "float32", **settings})
     return Engine.from_model(tiny_model(family, **(model or {})), tiny_tokenizer(None), config)
-
-
-def latest(engine: Engine) -> CachedSequence:
-    """The most recently used cached sequence."""
-    sequences: Any = engine._runner.preparation.index._sequences.values()
-    found: CachedSequence = list(sequences)[-1]
-    return found
 
 
 @pytest.mark.parametrize("share", [0.02, 0.26, 0.5])

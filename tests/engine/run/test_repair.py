@@ -21,7 +21,9 @@ from tests.engine.turns import (
     OLD,
     SYSTEM,
     first_turn,
+    latest,
     second_turn,
+    sequences,
     staleness_of,
     tiny_engine,
     two_turns,
@@ -31,15 +33,6 @@ from tests.reference.session_check import WatchedEngine
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 LONG_SECONDS = 60.0
-
-
-def latest(engine: Engine) -> CachedSequence:
-    return sequences(engine)[0]
-
-
-def sequences(engine: Engine) -> list[CachedSequence]:
-    found: list[CachedSequence] = engine._runner.preparation.index.by_recency()
-    return found
 
 
 def kv_of(engine: Engine, sequence: CachedSequence) -> torch.Tensor:
