@@ -131,8 +131,8 @@ class Decoder:
         """
         layer = self._layers[layer_idx]
         spec = self.spec
-        fused = F.linear(F.rms_norm(hidden, self._hidden, layer.input_norm, self._eps), *layer.qkv)
-        heads = fused.view(-1, self._all_heads, spec.head_dim)
+        fused = layer.qkv(F.rms_norm(hidden, self._hidden, layer.input_norm, self._eps))
+        heads = fused.contiguous().view(-1, self._all_heads, spec.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             self._norm_heads(heads, layer.q_norm, layer.k_norm)
         apply_rotary(heads[:, : self._rotated_heads], rotary)
@@ -150,13 +150,13 @@ class Decoder:
             (rows, hidden), the layer's output.
         """
         layer = self._layers[layer_idx]
-        hidden = F.linear(attended.flatten(1), *layer.out).add_(hidden)
-        gate, up = F.linear(F.rms_norm(hidden, self._hidden, layer.mlp_norm, self._eps), *layer.gate_up).chunk(2, -1)
-        return F.linear(self._activation(gate).mul_(up), *layer.down).add_(hidden)
+        hidden = layer.out(attended.flatten(1)).add_(hidden)
+        gate, up = layer.gate_up(F.rms_norm(hidden, self._hidden, layer.mlp_norm, self._eps)).chunk(2, -1)
+        return layer.down(self._activation(gate).mul_(up)).add_(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection: (rows, hidden) → (rows, vocab) float32."""
-        return F.linear(F.rms_norm(hidden, self._hidden, self._norm, self._eps), *self._head).float()
+        return self._head(F.rms_norm(hidden, self._hidden, self._norm, self._eps)).float()
 
     def _norm_heads(self, heads: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         """RMS norm of each query and key head, in place."""

@@ -11,6 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+FEW_ROWS = 256
+"""Up to so many rows, but for a single one, a float32 product on a CPU is faster the other way round: `W @ rows.T`
+takes 0.5 of the time of `rows @ W.T` at 4 rows, 0.75 at 96, 0.9 at 256 and as long from 384 on (all projections of the
+bundled model, 2 cores with AVX2)."""
 
 
 class Projection(NamedTuple):
@@ -23,6 +29,14 @@ class Projection(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """(rows, in_features) → (rows, out_features), contiguous only where the rows are many."""
+        if rows.device.type != "cpu" or rows.dtype != torch.float32 or not 1 < len(rows) <= FEW_ROWS:
+            return F.linear(rows, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(self.weight, rows.T).T
+        return torch.addmm(self.bias.unsqueeze(1), self.weight, rows.T).T
 
 
 def projection(linear: nn.Linear) -> Projection:

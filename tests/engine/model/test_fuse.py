@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cacheslide_agents.engine.model.decoder import Decoder
-from cacheslide_agents.engine.model.fuse import fuse
+from cacheslide_agents.engine.model.fuse import FEW_ROWS, fuse, projection
 from tests.tiny import FAMILIES, tiny_model
 
 IDS = torch.randint(3, 384, (1, 40), generator=torch.Generator().manual_seed(3))
@@ -86,3 +86,13 @@ def test_outputs_are_concatenated_when_layers_are_fused():
     fused = fuse(*layers)
     torch.testing.assert_close(nn.functional.linear(x, *fused), separate)
     assert fuse(*layers).weight.data_ptr() == fused.weight.data_ptr()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("rows", [1, 2, FEW_ROWS, FEW_ROWS + 1])
+def test_product_is_the_linear_layers_whichever_way_round_it_is_made(rows, bias):
+    torch.manual_seed(rows)
+    linear = nn.Linear(24, 40, bias=bias)
+    hidden = torch.randn(rows, 24)
+    with torch.inference_mode():
+        torch.testing.assert_close(projection(linear)(hidden), linear(hidden), atol=1e-6, rtol=1e-5)
