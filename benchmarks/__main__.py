@@ -59,6 +59,7 @@ def main() -> int:
     figures: dict[str, Any] = {"machine": {**machine(), "capability": torch.backends.cpu.get_cpu_capability()}}
     pictures: dict[str, Callable[[], bytes]] = {}
     missed: list[str] = []
+    left_out: list[str] = []
     console.print(f"{figures['machine']}")
     if "speed" in wanted:
         figures["speed"] = speed.against_transformers(arguments.repeats)
@@ -74,7 +75,7 @@ def main() -> int:
         missed += _show_exactness(console, figures["exactness"])
     if "quality" in wanted:
         measured = quality.measure(
-            arguments.limit, arguments.quality_repeats, arguments.dtype, families, arguments.policy or ()
+            arguments.limit, arguments.quality_repeats, arguments.dtype, families, arguments.policy or (), left_out
         )
         figures["quality"] = quality.figures(measured)
         missed += quality.show(console, measured)
@@ -83,7 +84,7 @@ def main() -> int:
         figures["session"] = {"divergence": session.divergence(arguments.limit), "delay": session.delay()}
         missed += _show_session(console, figures["session"])
     if "sweep" in wanted:
-        figures["sweep"] = sweep.measure(arguments.limit, arguments.dtype, families)
+        figures["sweep"] = sweep.measure(arguments.limit, arguments.dtype, families, left_out)
         sweep.show(console, figures["sweep"])
         for policy, grid in figures["sweep"].items():
             pictures[f"sweep-{policy}"] = partial(heat_maps, policy, grid)
@@ -101,9 +102,9 @@ def main() -> int:
     for name, content in pictures.items() if arguments.pictures else ():
         replace_file(arguments.pictures / f"{name}.png", content())
         console.print(Text(f"picture: {arguments.pictures / f'{name}.png'}"))
-    for target in missed:
-        console.print(f"[red]missed: {target}")
-    return 1 if missed else 0
+    for line in (*(f"missed: {target}" for target in missed), *(f"left out: {problem}" for problem in left_out)):
+        console.print(Text(line, "red"))
+    return 1 if missed or left_out else 0
 
 
 def _missed(*targets: tuple[str, bool]) -> list[str]:

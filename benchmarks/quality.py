@@ -112,14 +112,22 @@ def compared(policies: Sequence[str] = ()) -> list[Variant]:
 
 
 def measure(
-    limit: int | None, repeats: int, dtype: DtypeName, families: Sequence[str], policies: Sequence[str] = ()
+    limit: int | None,
+    repeats: int,
+    dtype: DtypeName,
+    families: Sequence[str],
+    policies: Sequence[str],
+    left_out: list[str],
 ) -> Measured:
-    """Measures the families, all prompts of each or the first `limit`, under some policies or all."""
+    """Measures the families, all prompts of each or the first `limit`, under some policies or all (none named).
+
+    Prompts that cannot be measured are added to `left_out`, with the reason.
+    """
     require_metrics()
     measured: Measured = {}
     with Engine.load(measuring_config(dtype)) as engine:
         comparison = Comparison(engine, compared(policies), repeats=repeats)
-        measure_sets(comparison, [family_turns(family, limit) for family in families], measured, [], print)
+        measure_sets(comparison, [family_turns(family, limit) for family in families], measured, left_out, print)
     return measured
 
 

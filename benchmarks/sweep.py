@@ -66,14 +66,17 @@ def grids() -> list[Grid]:
     ]
 
 
-def measure(limit: int | None, dtype: DtypeName, families: Sequence[str]) -> dict[str, Any]:
-    """Mean KL and share of token-layers computed of every grid's variants, by family."""
+def measure(limit: int | None, dtype: DtypeName, families: Sequence[str], left_out: list[str]) -> dict[str, Any]:
+    """Mean KL and share of token-layers computed of every grid's variants, by family.
+
+    Prompts that cannot be measured are added to `left_out`, with the reason.
+    """
     wanted = grids()
     compared = [*variants([]), *(variant for grid in wanted for row in grid.variants for variant in row)]
     measured: Measured = {}
     with Engine.load(measuring_config(dtype)) as engine:
         comparison = Comparison(engine, compared, brief=True)
-        measure_sets(comparison, [family_turns(family, limit) for family in families], measured, [], print)
+        measure_sets(comparison, [family_turns(family, limit) for family in families], measured, left_out, print)
     figures: dict[str, Any] = {}
     for grid in wanted:
         figures[grid.policy] = {

@@ -203,26 +203,31 @@ def profile(
 
 
 def main() -> None:
-    """Runs the command line and turns the package's own errors into one line and an exit status."""
+    """Runs the command line; the package's own errors and a full standard output become one line and an exit status."""
     try:
         app()
     except CacheSlideError as error:
         typer.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
         sys.exit(2 if isinstance(error, (ConfigError, PromptError)) else 1)
     except OSError as error:
-        if _can_be_written(sys.stdout):
+        if error.filename is not None or _takes_a_line(sys.stdout):
             raise
+        _turn_to_nowhere(sys.stdout)
         typer.secho(f"error: standard output cannot be written: {error.strerror or error}", fg="red", err=True)
         sys.exit(1)
 
 
-def _can_be_written(stream: TextIO) -> bool:
-    """Whether a stream takes a line; one that does not is turned to nowhere, since Python writes to it at exit."""
+def _takes_a_line(stream: TextIO) -> bool:
+    """Whether an empty line can be written: a failed write names no file, and neither do some other errors."""
     try:
         stream.write("\n")
         stream.flush()
     except OSError:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
         return False
     return True
+
+
+def _turn_to_nowhere(stream: TextIO) -> None:
+    """Has a stream write nothing from now on: Python writes what is left to it at exit, and would fail again."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())

@@ -38,11 +38,11 @@ def check_targets(targets: Mapping[str, Path | None], inputs: Iterable[Path] = (
     """Refuses files that could not be written or would replace another, before work that they are to hold.
 
     Args:
-        targets: Where files go, by the option that says so; None writes none. That of `--picture` is an image.
+        targets: Where files go, by the option that says so; None writes none.
         inputs: Files that are read.
 
     Raises:
-        ConfigError: A target is no file, is an input or another target too, or its ending is no image format.
+        ConfigError: A target is no file, or is an input or another target too.
     """
     taken = dict.fromkeys(inputs, "an input")
     for option, path in targets.items():
@@ -54,8 +54,23 @@ def check_targets(targets: Mapping[str, Path | None], inputs: Iterable[Path] = (
             if _are_one(path, other):
                 raise ConfigError(f"{option} {path} is {what} too, which would be lost: name another file")
         taken[path] = f"the file of {option}"
-        if option == "--picture":
-            _check_image_format(path)
+
+
+def check_picture(option: str, path: Path | None) -> None:
+    """Refuses a picture whose ending matplotlib has no format for; without matplotlib nothing is known.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return
+    known = FigureCanvasBase.filetypes
+    if path is not None and image_format(path) not in known:
+        raise ConfigError(
+            f"{option} {path} cannot be drawn as {image_format(path)}: end it in one of {', '.join(sorted(known))}"
+        )
 
 
 def _are_one(path: Path, other: Path) -> bool:
@@ -63,17 +78,6 @@ def _are_one(path: Path, other: Path) -> bool:
     if os.path.exists(path) and os.path.exists(other):
         return os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)
-
-
-def _check_image_format(path: Path) -> None:
-    """Refuses an ending that matplotlib has no format for; without matplotlib nothing is known."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        return
-    known, kind = FigureCanvasBase.filetypes, image_format(path)
-    if kind not in known:
-        raise ConfigError(f"--picture {path} cannot be drawn as {kind}: end it in one of {', '.join(sorted(known))}")
 
 
 def write_files(

@@ -69,11 +69,15 @@ def test_error_is_one_line_when_standard_output_is_full(
     assert capsys.readouterr().err == "error: standard output cannot be written: No space left on device\n"
 
 
-def test_traceback_is_kept_when_an_error_is_not_about_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cacheslide_agents.demo", _raising(OSError("something")))
+@pytest.mark.parametrize(("error", "lines"), [(OSError("something"), "\n"), (OSError(2, "something", "a file"), "")])
+def test_traceback_is_kept_when_an_error_is_not_about_standard_output(
+    error: OSError, lines: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cacheslide_agents.demo", _raising(error))
     monkeypatch.setattr(sys, "argv", ["cacheslide", "demo"])
     with pytest.raises(OSError, match="something"):
         cli.main()
+    assert capsys.readouterr().out == lines
 
 
 def test_usage_is_explained_when_an_option_does_not_exist(

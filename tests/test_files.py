@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cacheslide_agents.engine import ConfigError
-from cacheslide_agents.files import check_targets
+from cacheslide_agents.files import check_picture, check_targets
 
 
 @pytest.fixture
@@ -38,11 +38,12 @@ def test_target_is_refused_when_it_is_no_file(path: str, mine: Path) -> None:
 
 
 def test_picture_is_refused_when_its_ending_is_no_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = {"--picture": tmp_path / "q.docx"}
-    with pytest.raises(ConfigError, match=r"q\.docx cannot be drawn as docx: end it in one of .*png.*svg"):
-        check_targets(wanted)
+    with pytest.raises(ConfigError, match=r"--picture .*q\.docx cannot be drawn as docx: end it in one of .*png.*svg"):
+        check_picture("--picture", tmp_path / "q.docx")
+    for taken in (tmp_path / "q.SVG", tmp_path / "without", None):
+        check_picture("--picture", taken)
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    check_targets(wanted)
+    check_picture("--picture", tmp_path / "q.docx")
 
 
 def test_targets_are_taken_when_they_are_apart(mine: Path) -> None:

@@ -206,8 +206,8 @@ class Comparison:
             leak = None if scores.old_value is None else scores.old_value - (full.old_value or 0.0)
             if not isfinite(kl) or not isfinite(leak or 0.0):
                 raise ModelError(
-                    f"the model gives logits for {variant.name} that are not finite numbers: the weights are damaged "
-                    "or overflow in their dtype; measure in float32"
+                    f"the model gives logits for {variant.name} that are not finite numbers (divergence {kl}): the "
+                    'weights are damaged, or overflow in their dtype unless that is "float32"'
                 )
             measurements.append(
                 Measurement(

@@ -18,7 +18,7 @@ from cacheslide_agents.engine.config import DtypeName
 from cacheslide_agents.engine.errors import ConfigError, ModelError, PromptError
 
 from ..environment import environment
-from ..files import WantedFile, check_targets, image_format, write_files
+from ..files import WantedFile, check_picture, check_targets, image_format, write_files
 from ..tables import standard_console
 from .answers import require_metrics
 from .comparison import Comparison, Measurement, measuring_config
@@ -69,18 +69,19 @@ def run(
         engine: Measured instead of a model that is loaded for it, and not closed.
 
     Raises:
-        ConfigError: An input, a policy or a budget does not exist, a file cannot be one or would replace another, or no
-            record can be used.
+        ConfigError: An input, a policy or a budget does not exist, no record can be used, or a file to write is refused
+            (`files.check_targets`, `files.check_picture`).
         CacheSlideError: The model cannot be loaded, or a package of the extra `bench` is absent.
         OSError: Standard output cannot be written; the files are there.
         typer.Exit: With 1 if a record was left out or a file cannot be written, after everything was shown; with 130
-            after Ctrl-C, when what was measured until then is written and shown.
+            after Ctrl-C while it measured, when what was measured until then is written and shown.
+        KeyboardInterrupt: While the picture was drawn or the tables shown; the JSON and CSV files are there by then.
     """
     require_metrics()
     console = console or standard_console()
     compared = variants(policies or all_policies(), budgets)
-    targets = {"--json": json_file, "--csv": csv_file, "--picture": picture_file}
-    check_targets(targets, map(input_path, inputs))
+    check_targets({"--json": json_file, "--csv": csv_file, "--picture": picture_file}, map(input_path, inputs))
+    check_picture("--picture", picture_file)
     sets, problems = read_inputs(inputs, limit) if inputs else ([_cut(samples(), limit)], [])
     for problem in problems:
         _fail(problem)

@@ -60,10 +60,5 @@ def show_summaries(console: Console, summaries: Sequence[Summary]) -> None:
             if row.fallbacks:
                 console.print(f"{row.variant}: {row.fallbacks} of {row.prompts} fell back", style="yellow")
             if row.variant not in REFERENCES and row.sliding < row.prompts:
-                unmoved = row.prompts - row.sliding
-                console.print(
-                    f"{row.variant}: no text slid in {unmoved} of {row.prompts}, which say nothing about reuse: "
-                    "too little unchanged text stands behind the change",
-                    style="yellow",
-                    soft_wrap=True,
-                )
+                told = f"{row.variant}: no text slid in {row.prompts - row.sliding} of {row.prompts}: "
+                console.print(f"{told}these say nothing of what sliding costs", style="yellow", soft_wrap=True)

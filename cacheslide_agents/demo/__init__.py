@@ -18,7 +18,7 @@ from cacheslide_agents.engine.config import PolicyName
 from cacheslide_agents.engine.errors import ConfigError
 
 from ..environment import environment
-from ..files import WantedFile, check_targets, image_format, write_files
+from ..files import WantedFile, check_picture, check_targets, image_format, write_files
 from .figures import as_json
 from .measure import POLICIES, Measurement, Turn
 from .picture import draw
@@ -55,7 +55,8 @@ def run(
         screen: Where it is shown; standard output by default.
 
     Raises:
-        ConfigError: More turns are asked for than the script has, or a file cannot be one or would replace another.
+        ConfigError: More turns are asked for than the script has, or a file to write is refused
+            (`files.check_targets`, `files.check_picture`).
         CacheSlideError: The model cannot be loaded, or its context is too short for the script.
         typer.Exit: With 1 if a file cannot be written, after everything was shown; with 130 after Ctrl-C.
     """
@@ -65,6 +66,7 @@ def run(
             f"--turns {num_turns}: the conversation has {len(script.turns)} turns; use 2 to {len(script.turns)}"
         )
     check_targets({"--json": json_file, "--picture": picture_file})
+    check_picture("--picture", picture_file)
     screen = screen or Screen()
     done: list[Turn] = []
     try:

@@ -132,7 +132,7 @@ class Decoder:
         layer = self._layers[layer_idx]
         spec = self.spec
         fused = layer.qkv(F.rms_norm(hidden, self._hidden, layer.input_norm, self._eps))
-        heads = fused.contiguous().view(-1, self._all_heads, spec.head_dim)
+        heads = fused.contiguous().view(-1, self._all_heads, spec.head_dim)  # heads must lie dense
         if layer.q_norm is not None and layer.k_norm is not None:
             self._norm_heads(heads, layer.q_norm, layer.k_norm)
         apply_rotary(heads[:, : self._rotated_heads], rotary)

@@ -20,7 +20,7 @@ bundled model, 2 cores with AVX2)."""
 
 
 class Projection(NamedTuple):
-    """A linear layer's tensors, detached from autograd and sharing their module's memory.
+    """A linear layer: its tensors, detached from autograd and sharing their module's memory, and its product.
 
     Attributes:
         weight: (out_features, in_features), model dtype.
@@ -31,7 +31,7 @@ class Projection(NamedTuple):
     bias: Tensor | None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """(rows, in_features) → (rows, out_features), contiguous only where the rows are many."""
+        """(rows, in_features) → (rows, out_features), model dtype; a transposed view where that is faster to make."""
         if rows.device.type != "cpu" or rows.dtype != torch.float32 or not 1 < len(rows) <= FEW_ROWS:
             return F.linear(rows, self.weight, self.bias)
         if self.bias is None:

@@ -29,13 +29,13 @@ def long_step(title: str, total: int, line: Say | None = None) -> Iterator[Calla
     if line is None and sys.stderr.isatty():
         try:
             from rich.console import Console
-            from rich.markup import escape
-            from rich.progress import Progress
+            from rich.progress import Progress, TextColumn
         except ImportError:
             pass
         else:
-            with Progress(console=Console(stderr=True), transient=False) as bar:
-                task = bar.add_task(escape(title), total=total)
+            columns = (TextColumn("{task.description}", markup=False), *Progress.get_default_columns()[1:])
+            with Progress(*columns, console=Console(stderr=True)) as bar:
+                task = bar.add_task(title, total=total)
                 yield lambda amount: bar.advance(task, amount)
             return
     line = line or say

@@ -91,10 +91,10 @@ def attention_change(
             side.read(layer_idx, query, lse)
         values = [side.values() for side, _ in sides]
         norms = torch.cat([value.norm(dim=-1) for value in values], 1).mean(1)
-        values = [F.pad(value, (0, 1), value=1.0) for value in values]  # the last column adds up what is paid
+        summed = [F.pad(value, (0, 1), value=1.0) for value in values]  # the last column adds up what is paid
         for part in _chunks(len(slots), spec.num_heads * max(spec.head_dim, num_keys)):
             change = torch.zeros((), device=total.device)
-            for (side, goes), value in zip(sides, values, strict=True):
+            for (side, goes), value in zip(sides, summed, strict=True):
                 gathered, paid = (side.weights(part) @ value).split((spec.head_dim, 1), dim=-1)
                 change = change - gathered / paid.clamp_min(1.0) if goes else change + gathered / (1 + paid)
             sizes = change.norm(dim=-1) / norms.clamp_min(1e-30).unsqueeze(1)
@@ -164,7 +164,7 @@ class _Side:
         return self._layer[:, self._spec.num_kv_heads :].index_select(0, self._keys.slots).float().transpose(0, 1)
 
     def weights(self, part: slice) -> Tensor:
-        """exp(scaled scores − lse) of some rows, 0 where a query does not see a key; (kv_heads, rows * group, keys)."""
+        """exp(scaled scores − lse) of some rows, 0 where a key is hidden: (kv_heads, rows * group, keys) float32."""
         heads, keys = self._spec.num_kv_heads, len(self._keys.tokens)
         scores = self._query[:, part].flatten(1, 2) @ self._key
         # Some rows at a time too: a mask of all would take gigabytes for a long prompt.

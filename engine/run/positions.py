@@ -40,7 +40,7 @@ class Placement:
         reason: Why learned positions are on but not used, or None.
         ranges: The session's ranges by slot, in tokens; 0 where an update has none.
         dropped: Whether the session has no ranges from now on.
-        lengths: The prompt's updates by slot, in tokens.
+        lengths: The updates by slot, in tokens: the prompt's; of a session also those that its last prompt left out.
     """
 
     positions: np.ndarray
@@ -86,9 +86,11 @@ class SessionPositions:
         settled = self._sessions.get((space, session))
         if settled is not None and settled.dropped:
             return replace(contiguous, reason=settled.reason, dropped=True)
-        ranges = self._ranges(updates, ProfileKey(space.namespace, space.template), settled or contiguous)
+        ranges = self._ranges(updates, ProfileKey(space.namespace, space.template), settled)
         if not any(ranges[: len(updates)]):
             reason = "no update of this template had been observed when this session laid out its own"
+            if not updates:
+                reason = "the prompt has no update that anything follows"
             return replace(contiguous, reason=reason, ranges=ranges)
         positions = reserved_positions(len(prompt), updates, ranges[: len(updates)])
         needed = int(positions[-1]) + 1 + room_tokens
@@ -108,7 +110,9 @@ class SessionPositions:
         self._book.observe(ProfileKey(space.namespace, space.template), placement.lengths)
         if session is None or not (placement.ranges or placement.dropped):
             return
-        self._sessions[space, session] = replace(placement, positions=_NOWHERE)
+        before = self._sessions.get((space, session))
+        left_out = before.lengths[len(placement.lengths) :] if before else ()
+        self._sessions[space, session] = replace(placement, positions=_NOWHERE, lengths=placement.lengths + left_out)
         self._sessions.move_to_end((space, session))
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
@@ -124,13 +128,13 @@ class SessionPositions:
         if self._book is not None:
             self._book.save_if_due()
 
-    def _ranges(self, updates: Sequence[Update], key: ProfileKey, settled: Placement) -> tuple[int, ...]:
+    def _ranges(self, updates: Sequence[Update], key: ProfileKey, settled: Placement | None) -> tuple[int, ...]:
         """By slot: what the session has if the update fits, else what the profile says, and at least the update."""
         assert self._book is not None
         profile = self._book.get(key)
-        ranges = list(settled.ranges)
+        ranges = list(settled.ranges) if settled else []
         for slot, update in enumerate(updates):
-            if slot < len(ranges) and _stays(settled, slot, update.num_tokens):
+            if _stays(settled, slot, update.num_tokens):
                 continue
             learned = profile.range_tokens(slot, self._quantile)
             reserved = 0 if learned is None else max(learned, whole_pages(update.num_tokens))
@@ -141,8 +145,10 @@ class SessionPositions:
         return tuple(ranges)
 
 
-def _stays(settled: Placement, slot: int, num_tokens: int) -> bool:
+def _stays(settled: Placement | None, slot: int, num_tokens: int) -> bool:
     """Whether what stands behind an update need not move: it fits its range, or without one is as long as it was."""
+    if settled is None or slot >= len(settled.ranges):
+        return False
     if settled.ranges[slot]:
         return num_tokens <= settled.ranges[slot]
     return settled.lengths[slot : slot + 1] == (num_tokens,)

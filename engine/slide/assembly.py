@@ -26,8 +26,8 @@ from .pages import PagePool, PoolFullError
 from .queries import StoredQueries
 from .slots import Slots
 
-UNKNOWN = 1.0
-"""Staleness of what slid behind a change and is not measured: it may be all wrong, until a later turn corrects it."""
+WHOLLY_STALE = 1.0
+"""Staleness of what slid behind a change where nobody measures it: it may be all wrong, until a turn corrects it."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ def _carried(plan: Plan, sequences: dict[int, CachedSequence]) -> tuple[np.ndarr
     is_measured = isinstance(plan.correction, ByStaleness)
     for span, sequence, tokens in _reused(plan, sequences):
         query_positions[span.start : span.stop] = sequence.query_positions[tokens]
-        is_unknown = span.after_change and not is_measured
-        staleness[span.start : span.stop] = UNKNOWN if is_unknown else sequence.staleness[tokens]
+        owes = sequence.staleness[tokens] if is_measured or not span.after_change else WHOLLY_STALE
+        staleness[span.start : span.stop] = owes
     query_positions[plan.corrected] = plan.positions[plan.corrected]
     staleness[plan.corrected] = 0.0
     return query_positions, staleness

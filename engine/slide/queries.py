@@ -13,11 +13,11 @@ from torch import Tensor
 from ..model.spec import ModelSpec
 from .slots import Slots
 
-DEPTHS = (0.3, 0.52, 0.73, 0.62, 0.23)
-"""Where probe layers lie among the usable ones, the most telling first. Attention tells most in the middle: staleness
-measured there goes best with how far a token really is from a full prefill. Text that says again what an update says
-hangs on it by heads that copy, which lie in few layers: these depths meet those of SmolLM2 (layers 7, 15, 18, 21), and
-lie apart, as other models may have them elsewhere."""
+PROBE_DEPTHS = (0.3, 0.52, 0.73, 0.62, 0.23)
+"""Where probe layers lie, as shares of the usable layers, the most telling first. Attention tells most in the middle:
+staleness measured there (SmolLM2: layer 9 first) goes best with how far a token really is from a full prefill. Text
+that says again what an update says hangs on it by heads that copy, which lie in few layers: these depths meet those of
+SmolLM2 (layers 7, 15, 18, 21), and lie apart, as other models may have them elsewhere."""
 
 MAX_SHARE = 0.15
 """Most bytes that stored queries may take, as a share of the K and V beside them."""
@@ -27,7 +27,7 @@ _SCALES = (2.0**-24, 65504.0)  # what float16 holds, without zero
 
 
 def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
-    """The layers whose queries are stored: up to five in the middle, as many as `MAX_SHARE` allows.
+    """The layers whose queries are stored: those at `PROBE_DEPTHS`, as many as `MAX_SHARE` allows.
 
     Layer 0 is never one of them: its keys depend on the token alone. Nor is the last, which not every row enters.
     Layers that see everything are preferred to those with a sliding window.
@@ -35,7 +35,8 @@ def probe_layers(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[int, ...]:
     inner = range(1, spec.num_layers - 1)
     usable = [layer for layer in inner if spec.windows[layer] is None] or list(inner)
     affordable = int(MAX_SHARE * spec.kv_bytes_per_token(kv_dtype) / _probe_bytes(spec))
-    return tuple(sorted({usable[int(depth * len(usable))] for depth in DEPTHS[:affordable] if usable}))
+    depths = PROBE_DEPTHS[:affordable] if usable else ()
+    return tuple(sorted({usable[int(depth * len(usable))] for depth in depths}))
 
 
 def query_bytes_per_token(spec: ModelSpec, kv_dtype: torch.dtype) -> int:

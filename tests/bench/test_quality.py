@@ -16,6 +16,8 @@ import typer.testing
 from rich.console import Console
 
 from cacheslide_agents import cli
+from cacheslide_agents.bench import quality
+from cacheslide_agents.bench.comparison import Comparison
 from cacheslide_agents.bench.quality import run
 from cacheslide_agents.bench.samples import samples
 from cacheslide_agents.engine import Engine, EngineConfig
@@ -49,9 +51,11 @@ def _shown(console: Console) -> str:
 
 def test_the_table_says_so_when_nothing_slid_in_a_prompt(engine, tmp_path):
     console = _console()
-    records = ({**RECORD, "id": "long"}, {**RECORD, "id": "short", "suffix": "Ann: Hello.\n"})
-    run([_file(tmp_path, *records)], policies=["slide"], repeats=1, answer_tokens=2, console=console, engine=engine)
-    assert "slide: no text slid in 1 of 2" in _shown(console) and "prefix: no text slid" not in _shown(console)
+    records = [{**RECORD, "id": "long"}, {**RECORD, "id": "short", "suffix": "Ann: Hello.\n"}]
+    policies = ["slide", "promptcache"]
+    run([_file(tmp_path, *records)], policies=policies, repeats=1, answer_tokens=2, console=console, engine=engine)
+    assert "slide: no text slid in 1 of 2: " in _shown(console) and "prefix: no text slid" not in _shown(console)
+    assert "promptcache: no text slid in 2 of 2: " in _shown(console), "it never moves a segment"
 
 
 def test_files_agree_with_the_table_when_two_prompts_are_measured(engine, tmp_path):
@@ -127,8 +131,6 @@ def test_error_is_raised_when_no_prompt_can_be_measured(engine, tmp_path):
 
 
 def test_what_was_measured_is_shown_when_it_is_interrupted(engine, tmp_path, monkeypatch, capsys):
-    from cacheslide_agents.bench.comparison import Comparison
-
     measure = Comparison.measure
     calls = []
 
@@ -147,17 +149,18 @@ def test_what_was_measured_is_shown_when_it_is_interrupted(engine, tmp_path, mon
     assert "stopped after 1 of 2 prompts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("part", ["summarize", "show_summaries", "draw"])
-def test_figures_are_written_when_it_is_interrupted_after_measuring(part, engine, tmp_path, monkeypatch):
-    from cacheslide_agents.bench import quality
-
+@pytest.mark.parametrize(
+    ("part", "raised"),
+    [("summarize", typer.Exit), ("show_summaries", KeyboardInterrupt), ("draw", KeyboardInterrupt)],
+)
+def test_figures_are_written_when_it_is_interrupted_after_measuring(part, raised, engine, tmp_path, monkeypatch):
     def interrupt(*_arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(quality, part, interrupt)
     files = {"json_file": tmp_path / "q.json", "csv_file": tmp_path / "q.csv", "picture_file": tmp_path / "q.png"}
     asked: dict[str, Any] = {"policies": ["prefix"], "repeats": 1, "console": _console(), "engine": engine}
-    with pytest.raises((typer.Exit, KeyboardInterrupt)):
+    with pytest.raises(raised):
         run([_file(tmp_path, RECORD)], **asked, **files)
     assert len(json.loads(files["json_file"].read_text(encoding="utf-8"))["measurements"]) == 2
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from cacheslide_agents.engine import ConfigError, Engine, EngineConfig, Prompt, SamplingParams, Segment
+from cacheslide_agents.engine import ConfigError, Engine, EngineConfig, Prompt, Receipt, SamplingParams, Segment
 from cacheslide_agents.engine.config import PolicyName
 from cacheslide_agents.engine.position.profile_file import ProfileKey
 from cacheslide_agents.engine.run import preparation
-from cacheslide_agents.engine.slide.assembly import UNKNOWN
+from cacheslide_agents.engine.slide.assembly import WHOLLY_STALE
 from tests.engine.turns import ANSWER, HISTORY, NEW, OLD, QUERY, SYSTEM, latest, tiny_engine
 from tests.reference.session_check import WatchedEngine
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -132,14 +132,31 @@ def test_a_first_conversation_stays_exact_when_it_only_grows() -> None:
         assert second.exact_tokens >= first.prompt_tokens - 2, "all but the end, which may join what follows it"
 
 
-@pytest.mark.parametrize("policy", ["head", "slide"])
-def test_moved_text_counts_as_changed_when_another_session_reserves_no_range(policy: PolicyName) -> None:
+def moved_only(policy: PolicyName) -> tuple[Receipt, float]:
+    """What a turn without a range takes from a session with one, whose text is the same; and its largest staleness."""
     with learned_engine(OLD, LONGER, share_slid=True, policy=policy) as engine:
         engine.generate(turn(OLD), ONE, session="s")
         receipt = engine.generate(turn(OLD), ONE).receipt
         assert receipt.positions == "contiguous" and receipt.slid_tokens
-        assert (receipt.corrected_tokens > 0) == (policy == "head")
-        assert (latest(engine).staleness.max() == UNKNOWN) == (policy == "head")
+        return receipt, float(latest(engine).staleness.max())
+
+
+def test_head_corrects_and_leaves_stale_what_only_moved() -> None:
+    receipt, staleness = moved_only("head")
+    assert receipt.corrected_tokens and staleness == WHOLLY_STALE
+
+
+def test_slide_finds_nothing_stale_in_what_only_moved() -> None:
+    receipt, staleness = moved_only("slide")
+    assert not receipt.corrected_tokens and staleness == 0.0
+
+
+def test_first_conversation_stays_exact_when_a_prompt_without_its_update_comes_between() -> None:
+    with tiny_engine(learned_positions=True) as engine:
+        engine.generate(turn(OLD), ONE, session="s")
+        receipt = engine.generate(Prompt([Segment.suffix("user: something else\n")]), ONE, session="s").receipt
+        assert receipt.positions_reason == "the prompt has no update that anything follows"
+        assert engine.generate(turn(OLD, QUERY + " and now?\n"), ONE, session="s").receipt.is_exact
 
 
 def test_ranges_are_dropped_for_the_session_when_they_no_longer_fit() -> None:

@@ -141,9 +141,11 @@ def _runs(request: PlanRequest, donor: CachedSequence, exact_tokens: int) -> Ite
     same = common_prefix_tokens(prompt, donor.token_ids)
     # Its tainted part of an unchanged prefix; behind a range that was not there or is there no more it has moved.
     stays = common_prefix_tokens(request.positions[:same], donor.positions)
-    for start, stop, after_change in ((exact_tokens, stays, False), (max(exact_tokens, stays), same, True)):
-        if stop > start:
-            yield from _run(request, donor, start, start, stop - start, after_change=after_change)
+    if stays > exact_tokens:
+        yield from _run(request, donor, exact_tokens, exact_tokens, stays - exact_tokens, after_change=False)
+    moved = max(exact_tokens, stays)
+    if same > moved:
+        yield from _run(request, donor, moved, moved, same - moved, after_change=True)
     start = max(same, exact_tokens)
     for at, to, length in matching_runs(prompt[start:], donor.token_ids[same:], request.config.min_slide_tokens):
         yield from _run(request, donor, start + at, same + to, length, after_change=True)

@@ -14,6 +14,6 @@ def test_title_is_shown_as_it_is_when_it_looks_like_markup(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with long_step("converting [/x] (once)", 1) as advance:
+    with long_step("converting [/x] :dog: (once)", 1) as advance:
         advance(1)
-    assert "converting [/x] (once)" in capsys.readouterr().err
+    assert "converting [/x] :dog: (once)" in capsys.readouterr().err

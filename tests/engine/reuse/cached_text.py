@@ -45,12 +45,16 @@ def cached(
 
 
 def planned(
-    policy: str, tokens: np.ndarray, *sequences: CachedSequence, session: str | None = "a", **settings: float
+    policy: str,
+    tokens: np.ndarray,
+    *sequences: CachedSequence,
+    session: str | None = "a",
+    reserved: np.ndarray | None = None,
+    **settings: float,
 ) -> Plan:
     """A valid plan of a prompt for a session."""
-    request = PlanRequest(
-        EncodedPrompt(tokens, (0,), ("suffix",)), session, sequences, EngineConfig().with_changes(**settings)
-    )
+    prompt = EncodedPrompt(tokens, (0,), ("suffix",))
+    request = PlanRequest(prompt, session, sequences, EngineConfig().with_changes(**settings), reserved)
     made = plan(policy, request)
     assert_valid(made)
     return made

@@ -248,6 +248,7 @@ def assert_sources(request: PlanRequest, made: Plan) -> None:
             assert source.start >= place
             place = source.stop
             same = np.array_equal(tokens[: span.stop], donor.token_ids[: span.stop])
+            same = same and np.array_equal(made.positions[: span.stop], donor.positions[: span.stop])
             assert span.after_change == (not same)
     longest = max((exact_prefix(tokens, sequence) for sequence in request.sequences), default=0)
     first = made.spans[0]

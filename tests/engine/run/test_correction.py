@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cacheslide_agents.engine import Engine, EngineConfig, Prompt, SamplingParams, Segment
-from cacheslide_agents.engine.slide.assembly import UNKNOWN
+from cacheslide_agents.engine.slide.assembly import WHOLLY_STALE
 from tests.engine.turns import latest, staleness_of
 from tests.reference.dense_pass import DensePass
 from tests.reference.session_check import WatchedEngine
@@ -154,7 +154,7 @@ def test_a_later_turn_corrects_what_an_earlier_one_slid_unmeasured(settings: dic
         engine.adjust(**settings)
         slid = engine.generate(Prompt([SYSTEM, NEW, HISTORY, QUERY]), ONE, session="s").receipt.slid_tokens
         owed = latest(engine).staleness
-        assert set(np.unique(owed)) == {0.0, UNKNOWN}, "what slid may be all wrong"
+        assert set(np.unique(owed)) == {0.0, WHOLLY_STALE}, "what slid may be all wrong"
         assert owed.sum() == pytest.approx(leaves * slid, abs=1.0)
         engine.adjust(**{name: getattr(before, name) for name in settings})
         receipt = engine.generate(Prompt([SYSTEM, NEW, HISTORY, QUERY, NOTE]), ONE, session="s").receipt

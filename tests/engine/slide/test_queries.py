@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheslide_agents.engine.model.spec import ModelSpec, RopeSpec
-from cacheslide_agents.engine.slide.queries import DEPTHS, StoredQueries, probe_layers
+from cacheslide_agents.engine.slide.queries import PROBE_DEPTHS, StoredQueries, probe_layers
 from cacheslide_agents.engine.slide.slots import Slots
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_probes_are_inner_layers_of_few_bytes_when_the_geometry_is_any(
     windows = tuple((None, 64)[windowed == 2 or (windowed == 1 and layer % 6 != 5)] for layer in range(layers))
     spec = geometry(layers, kv_heads * group, kv_heads, head_dim, windows)
     probes = probe_layers(spec, dtype)
-    assert len(probes) <= len(DEPTHS) and list(probes) == sorted(set(probes))
+    assert len(probes) <= len(PROBE_DEPTHS) and list(probes) == sorted(set(probes))
     assert 0 not in probes and layers - 1 not in probes
     assert stored_bytes(spec, dtype) <= 0.15 * spec.kv_bytes_per_token(dtype)
     if any(windows[layer] is None for layer in range(1, layers - 1)):

@@ -9,8 +9,14 @@ from cacheslide_agents.engine.reuse.spans import Plan, Span
 from tests.engine.reuse.cached_text import cached, joined, planned, text
 
 
-def slide(tokens: np.ndarray, *sequences: CachedSequence, session: str | None = "a", **settings: float) -> Plan:
-    return planned("slide", tokens, *sequences, session=session, **settings)
+def slide(
+    tokens: np.ndarray,
+    *sequences: CachedSequence,
+    session: str | None = "a",
+    reserved: np.ndarray | None = None,
+    **settings: float,
+) -> Plan:
+    return planned("slide", tokens, *sequences, session=session, reserved=reserved, **settings)
 
 
 def test_the_suffix_slides_when_the_memory_block_grew() -> None:
@@ -72,6 +78,20 @@ def test_the_prompt_is_exact_and_both_branches_serve_when_a_reply_is_generated_a
     assert slide(history, *branches).spans == (Span(0, 299, "exact", 1, 0), Span(299, 300, "fresh"))
     assert slide(joined(history, first, message), *branches).spans[0] == Span(0, 350, "exact", 0, 0)
     assert slide(joined(history, second, message), *branches).spans[0] == Span(0, 360, "exact", 1, 0)
+
+
+def test_unchanged_text_follows_a_change_when_a_range_before_it_is_reserved_now() -> None:
+    system, update, suffix, message = text(48), text(20), text(200), text(10)
+    tokens = joined(system, update, suffix, message)
+    positions = joined(np.arange(68), np.arange(80, 290))
+    donor = cached(0, joined(system, update, suffix), exact=48)
+    made = slide(tokens, donor, reserved=positions)
+    assert made.spans == (
+        Span(0, 48, "exact", 0, 0),
+        Span(48, 68, "slid", 0, 48),
+        Span(68, 268, "slid", 0, 68, after_change=True),
+        Span(268, 278, "fresh"),
+    )
 
 
 def test_what_follows_slides_in_place_when_an_early_message_is_edited_to_equal_length() -> None:
