@@ -18,6 +18,9 @@ FEW_ROWS = 256
 takes 0.5 of the time of `rows @ W.T` at 4 rows, 0.75 at 96, 0.9 at 256 and as long from 384 on (all projections of the
 bundled model, 2 cores with AVX2)."""
 
+ALIGNED_ROWS = 8
+"""Such a product is faster where the rows are a multiple of this: 94 take 1.2 times as long as 96 with two added."""
+
 
 class Projection(NamedTuple):
     """A linear layer: its tensors, detached from autograd and sharing their module's memory, and its product.
@@ -34,9 +37,13 @@ class Projection(NamedTuple):
         """(rows, in_features) → (rows, out_features), model dtype; a transposed view where that is faster to make."""
         if rows.device.type != "cpu" or rows.dtype != torch.float32 or not 1 < len(rows) <= FEW_ROWS:
             return F.linear(rows, self.weight, self.bias)
+        missing = -len(rows) % ALIGNED_ROWS
+        aligned = F.pad(rows, (0, 0, 0, missing)).T if missing else rows.T
         if self.bias is None:
-            return torch.mm(self.weight, rows.T).T
-        return torch.addmm(self.bias.unsqueeze(1), self.weight, rows.T).T
+            product = torch.mm(self.weight, aligned)
+        else:
+            product = torch.addmm(self.bias.unsqueeze(1), self.weight, aligned)
+        return product[:, : len(rows)].T
 
 
 def projection(linear: nn.Linear) -> Projection:

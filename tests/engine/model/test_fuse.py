@@ -89,7 +89,7 @@ def test_outputs_are_concatenated_when_layers_are_fused():
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("rows", [1, 2, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 2, 8, FEW_ROWS, FEW_ROWS + 1])
 def test_product_is_the_linear_layers_whichever_way_round_it_is_made(rows, bias):
     torch.manual_seed(rows)
     linear = nn.Linear(24, 40, bias=bias)
